@@ -1,0 +1,129 @@
+"""The rows of the command table.
+
+Each family declares one `COMMANDS` tuple of `Command`. Dispatch, `COMMAND`, `COMMAND DOCS`, the reference pages and the
+checks on keys all read these rows, so a command is described once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+
+if TYPE_CHECKING:
+    from pion.context import Context
+    from pion.replies import Buffer, Reply
+
+    Handler: TypeAlias = Callable[["Context", list[Buffer]], Awaitable[Reply]]
+
+
+class Flag(enum.Flag):
+    """Properties of a command; the names are Redis's where Redis has the notion."""
+
+    NONE = 0
+    READONLY = enum.auto()
+    WRITE = enum.auto()
+    ADMIN = enum.auto()
+    """For the operator only, never for a tenant."""
+    FAST = enum.auto()
+    BLOCKING = enum.auto()
+    """May wait for another client."""
+    NO_AUTH = enum.auto()
+    """Allowed before authentication."""
+    NO_MULTI = enum.auto()
+    """Refused, or run at once, inside MULTI."""
+    DENYOOM = enum.auto()
+    """Needs memory, so it is refused when the budget is full."""
+
+
+class ArgType(enum.Enum):
+    """What an argument holds. The values are those of Redis's COMMAND DOCS."""
+
+    KEY = "key"
+    STRING = "string"
+    INTEGER = "integer"
+    DOUBLE = "double"
+    PATTERN = "pattern"
+    UNIX_TIME = "unix-time"
+    PURE_TOKEN = "pure-token"  # noqa: S105
+    ONEOF = "oneof"
+    BLOCK = "block"
+
+
+@attrs.frozen(kw_only=True)
+class Arg:
+    """One argument, in the shape of Redis's COMMAND DOCS: `token` is the word before it, `args` its parts."""
+
+    name: str
+    type: ArgType = ArgType.STRING
+    token: str | None = None
+    optional: bool = False
+    multiple: bool = False
+    args: tuple[Arg, ...] = ()
+    summary: str = ""
+
+
+@attrs.frozen
+class KeySpec:
+    """Which positions of the request hold names: first, last (negative counts from the end) and step, as in Redis."""
+
+    first: int
+    last: int
+    step: int = 1
+    family: str = "prefix"
+    """The name space the key belongs to; each family has its own."""
+
+
+@attrs.frozen(kw_only=True)
+class Command:
+    """One row of the command table.
+
+    `arity` counts the command's own name (and the subcommand's); negative means at least that many. A subcommand's name
+    is written with a space ("CLIENT SETNAME"); its container is a row of its own with `handler=None`.
+    """
+
+    name: str
+    arity: int
+    summary: str
+    since: str
+    handler: Handler | None = None
+    flags: Flag = Flag.NONE
+    keys: KeySpec | None = None
+    args: tuple[Arg, ...] = ()
+    reply: str = ""
+    complexity: str = "O(1)"
+    group: str = ""
+    examples: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    replaces: str | None = None
+    """The plugin whose row of the same name this one replaces; without it a duplicate refuses the start."""
+
+    @property
+    def container(self) -> str | None:
+        """The command this is a subcommand of."""
+        head, _, tail = self.name.partition(" ")
+        return head if tail else None
+
+    def syntax(self) -> str:
+        """The call as a person writes it: `KV.PREFIX.LOOKUP ns [TOKENS n]`."""
+        return " ".join([self.name, *(_syntax(arg) for arg in self.args)])
+
+
+def _syntax(arg: Arg) -> str:
+    if arg.type is ArgType.PURE_TOKEN:
+        text = arg.token or arg.name
+    elif arg.type is ArgType.ONEOF:
+        text = "<" + " | ".join(_syntax(part) for part in arg.args) + ">"
+        if arg.token:
+            text = f"{arg.token} {text}"
+    elif arg.type is ArgType.BLOCK:
+        text = " ".join(_syntax(part) for part in arg.args)
+        if arg.token:
+            text = f"{arg.token} {text}"
+    else:
+        text = f"{arg.token} {arg.name}" if arg.token else arg.name
+    if arg.multiple:
+        text = f"{text} [{text} ...]"
+    return f"[{text}]" if arg.optional else text

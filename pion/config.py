@@ -1,0 +1,293 @@
+"""One frozen `Config`: every limit and default of the server, each with its unit and its reason.
+
+The fields are the single source: `pion-server --help`, the `PION_...` variables, the keys of `--config FILE` and the
+reference page are made from them. Precedence: command line, environment, file, default.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+VERSION: Final = "0.1.0"
+
+#: What clients see as `redis_version`. The commands Pion shares with Redis follow this release.
+REDIS_VERSION: Final = "7.4.0"
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002
+    *,
+    group: str,
+    unit: str = "",
+    flag: str | None = None,
+    secret: bool = False,
+    mutable: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A Config field. `flag` overrides the flag made from the field's name; `mutable` allows CONFIG SET."""
+    metadata = {
+        "help": help,
+        "group": group,
+        "unit": unit,
+        "flag": flag,
+        "secret": secret,
+        "mutable": mutable,
+        "low": low,
+        "high": high,
+        "choices": choices,
+    }
+    return attrs.field(default=default, metadata=metadata)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """How one server runs. `pion.cli` builds it; tests build it directly."""
+
+    # Listening
+    host: str = option("127.0.0.1", "address to listen on; anything but loopback needs a password", group="listen")
+    port: int = option(
+        1974, "TCP port of the RESP lane; 0 lets the system choose", group="listen", unit="port", low=0, high=65535
+    )
+    unix: str = option("", "also listen on this Unix socket path", group="listen", unit="path")
+    backlog: int = option(
+        511, "connections the kernel may queue before accept", group="listen", unit="connections", low=1, high=65535
+    )
+    max_clients: int = option(
+        10_000,
+        "connections served at once; each costs a task and about 20 KiB",
+        group="listen",
+        unit="connections",
+        flag="maxclients",
+        low=1,
+        high=1_000_000,
+        mutable=True,
+    )
+    protected_mode: bool = option(True, "refuse to start on a non-loopback address without a password", group="listen")
+
+    # Security
+    requirepass: str = option("", "password that AUTH must give before anything else", group="security", secret=True)
+    requirepass_file: str = option(
+        "", "file whose first line is the password, so that it isn't in the process list", group="security", unit="path"
+    )
+
+    # What is loaded
+    kvcache: bool = option(
+        False, "load the KV-cache families only (connection, server, stats, vstore, kvprefix)", group="plugins"
+    )
+    plugins: str = option(
+        "", "which plugins: all, all,-name or a list of names; decides over --kvcache", group="plugins", unit="list"
+    )
+    plugins_dir: str = option("", "load every *.py file of this directory as a plugin", group="plugins", unit="path")
+
+    # Processes and files
+    workers: int = option(
+        1, "worker processes; this version runs one", group="process", unit="processes", flag="workers"
+    )
+    dir: str = option("./pion-data", "data directory", group="process", unit="path")
+    grace_s: float = option(
+        10.0,
+        "time to finish what is under way at shutdown; as long as a container runtime waits",
+        group="process",
+        unit="s",
+        flag="grace",
+        low=0,
+        high=3600,
+    )
+    log_level: str = option(
+        "info", "what is logged", group="process", choices=("debug", "info", "warning", "error"), mutable=False
+    )
+    log_format: str = option(
+        "text", "log lines for a person or for a machine", group="process", choices=("text", "json")
+    )
+
+    # Storage
+    max_sessions: int = option(
+        256,
+        "V sessions held; beyond it the least recently used prefix is evicted (a prefix is two sessions)",
+        group="storage",
+        unit="sessions",
+        low=2,
+        high=16_777_216,
+        mutable=True,
+    )
+    max_layers: int = option(
+        65_536,
+        "layers in one session; the deepest models have a few hundred, the bound keeps a bad id from growing a table",
+        group="storage",
+        unit="layers",
+        low=1,
+        high=1_048_576,
+    )
+    max_dim: int = option(
+        1_048_576,
+        "values in one row; 4 MiB in fp32, far over any model's KV width",
+        group="storage",
+        unit="values",
+        low=1,
+    )
+    max_meta_bytes: int = option(
+        16 * MIB,
+        "META blob of one prefix; four million token ids",
+        group="storage",
+        unit="bytes",
+        flag="max-meta",
+        low=0,
+        high=GIB,
+    )
+    pending_timeout_s: float = option(
+        60.0,
+        "a declared prefix that gets no row for this long is dropped, so that a hung client doesn't block the others",
+        group="storage",
+        unit="s",
+        flag="pending-timeout",
+        low=0.01,
+        high=86_400,
+        mutable=True,
+    )
+    max_wait_ms: int = option(
+        600_000, "longest WAIT of one LOOKUP", group="storage", unit="ms", flag="max-wait", low=1, high=86_400_000
+    )
+
+    # Protocol limits
+    max_bulk_bytes: int = option(
+        GIB,
+        "one argument of a request; a layer of a 128k-token prefix of an 8B model in fp32 is half of it",
+        group="limits",
+        unit="bytes",
+        flag="max-bulk",
+        low=64 * KIB,
+        high=16 * GIB,
+    )
+    max_args: int = option(
+        1_048_576, "arguments of one request, as in Redis", group="limits", unit="arguments", low=16, high=16_777_216
+    )
+    max_receiving_bytes: int = option(
+        2 * GIB,
+        "payloads being received at once, all connections together; more is refused with -OOM and read away",
+        group="limits",
+        unit="bytes",
+        flag="max-receiving",
+        low=MIB,
+        high=1024 * GIB,
+        mutable=True,
+    )
+    max_sending_bytes: int = option(
+        4 * GIB,
+        "stored bytes that only unfinished replies still hold (their prefix was dropped); "
+        "beyond it the slowest readers are disconnected",
+        group="limits",
+        unit="bytes",
+        flag="max-sending",
+        low=MIB,
+        high=1024 * GIB,
+        mutable=True,
+    )
+    send_timeout_s: float = option(
+        60.0,
+        "a reader that takes no byte for this long is disconnected; it holds blocks alive",
+        group="limits",
+        unit="s",
+        flag="send-timeout",
+        low=0.01,
+        high=86_400,
+        mutable=True,
+    )
+    receive_timeout_s: float = option(
+        60.0,
+        "half a request with no further byte for this long is disconnected; it holds receive memory",
+        group="limits",
+        unit="s",
+        flag="receive-timeout",
+        low=0.01,
+        high=86_400,
+        mutable=True,
+    )
+    idle_timeout_s: float = option(
+        0.0,
+        "a connection between requests is closed after this long; 0 never, as in Redis",
+        group="limits",
+        unit="s",
+        flag="timeout",
+        low=0,
+        high=31_536_000,
+        mutable=True,
+    )
+    max_queued_commands: int = option(
+        10_000,
+        "commands queued by one MULTI",
+        group="limits",
+        unit="commands",
+        flag="max-queued",
+        low=1,
+        high=1_000_000,
+    )
+    slowlog_max_len: int = option(
+        128,
+        "entries SLOWLOG keeps",
+        group="limits",
+        unit="entries",
+        flag="slowlog-max-len",
+        low=0,
+        high=100_000,
+        mutable=True,
+    )
+    slowlog_slower_than_us: int = option(
+        10_000,
+        "a command at least this long enters SLOWLOG; 10 ms is a stall others can feel",
+        group="limits",
+        unit="us",
+        flag="slowlog-log-slower-than",
+        low=-1,
+        high=3_600_000_000,
+        mutable=True,
+    )
+
+
+# Limits that are facts of the implementation rather than choices of an operator.
+
+HEADER_LINE_BYTES: Final = 64 * KIB
+"""Longest inline command or header line, as in Redis; also the most that is buffered of an unfinished header."""
+
+INLINE_ARG_BYTES: Final = 32 * KIB
+"""Arguments up to here are copied out of the read buffer; longer ones are received into their own memory."""
+
+READ_CHUNK_BYTES: Final = 64 * KIB
+"""One recv of small commands: a hundred pipelined commands, and small enough to stay in L2."""
+
+UNAUTHENTICATED_BULK_BYTES: Final = 16 * KIB
+UNAUTHENTICATED_ARGS: Final = 10
+"""Before AUTH a client may send only what AUTH and HELLO need."""
+
+PAYLOAD_SLICE_BYTES: Final = MIB
+"""A transfer yields to other connections after this much, which keeps their PING under a millisecond."""
+
+SENDMSG_MAX_BUFFERS: Final = 1024
+"""IOV_MAX on Linux and macOS; one more is EMSGSIZE."""
+
+COMMANDS_PER_TURN: Final = 128
+"""Pipelined commands run before the replies are flushed and other tasks get the loop."""
+
+CONVERT_IN_THREAD_BYTES: Final = 256 * KIB
+"""Conversions of more than this leave the event loop: it is about a quarter of a millisecond of work."""
+
+CONVERT_PIECE_BYTES: Final = MIB
+"""A converted reply is made in pieces of at most this size, so that a slow reader holds one piece, not the whole."""
+
+
+def fields() -> tuple[attrs.Attribute[Any], ...]:
+    """The options in declaration order."""
+    return attrs.fields(Config)
+
+
+def flag_name(field: attrs.Attribute[Any]) -> str:
+    """`max_bulk_bytes` -> `max-bulk`; the environment variable is the same with PION_ and underscores."""
+    return field.metadata["flag"] or field.name.replace("_", "-")

@@ -1,0 +1,127 @@
+"""What a command handler sees: the client's session, the worker's services, and nothing of sockets or nurseries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import trio
+
+from pion.config import Config
+from pion.replies import Buffer
+
+if TYPE_CHECKING:
+    from pion.clients import ClientTable
+    from pion.dispatch import Dispatcher
+    from pion.monitor import Monitor
+    from pion.receipt import Receipt
+    from pion.registry import Registry
+    from pion.storage.vstore import VStore
+
+T = TypeVar("T")
+
+
+@attrs.define(eq=False)
+class Transaction:
+    """Commands queued since MULTI. `failed` remembers that one could not be queued, so EXEC must refuse."""
+
+    queue: list[list[Buffer]] = attrs.field(factory=list)
+    queued_bytes: int = 0
+    failed: bool = False
+
+
+@attrs.define(eq=False)
+class Session:
+    """One client's state on the connection: what HELLO, AUTH, SELECT, CLIENT and MULTI change."""
+
+    id: int
+    addr: str
+    laddr: str
+    authenticated: bool
+    user: str = "default"
+    resp: int = 2
+    name: bytes = b""
+    lib_name: bytes = b""
+    lib_ver: bytes = b""
+    created_s: float = 0.0
+    active_s: float = 0.0
+    last_command: str = ""
+    commands: int = 0
+    transaction: Transaction | None = None
+    reply_off: bool = False
+    reply_skip: int = 0
+    no_evict: bool = False
+    no_touch: bool = False
+    closing: bool = False
+    """Set by QUIT and CLIENT KILL: the connection closes after the replies so far are sent."""
+    kill: Callable[[], None] | None = None
+    """Ends the connection at once; set by the connection, called by CLIENT KILL."""
+
+    def reset(self, authenticated: bool) -> None:
+        """Back to how the connection started, as RESET does; the identity stays."""
+        self.authenticated = authenticated
+        self.user, self.resp, self.name = "default", 2, b""
+        self.transaction = None
+        self.reply_off, self.reply_skip = False, 0
+        self.no_evict = self.no_touch = False
+
+
+@attrs.frozen
+class InfoSection:
+    """One `# Title` section of INFO: `rows` is called when it is asked for."""
+
+    title: str
+    rows: Callable[[], Sequence[tuple[str, object]]]
+    default: bool = True
+    """Part of a plain INFO; otherwise only of `INFO all`, `INFO everything` or when named."""
+
+
+class Clock:
+    """Wall and monotonic time, so that tests can move them."""
+
+    def wall_s(self) -> float:
+        """Seconds since the epoch: for expiry times, which must mean the same after a restart."""
+        return time.time()
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump: for durations and time-outs."""
+        return time.monotonic()
+
+
+@attrs.define(eq=False, kw_only=True)
+class Services:
+    """What one worker shares among its connections; built by `pion.server`, never global."""
+
+    config: Config
+    clock: Clock
+    registry: Registry
+    vstore: VStore
+    receipt: Receipt
+    clients: ClientTable
+    monitor: Monitor
+    started_s: float
+    info_sections: list[InfoSection] = attrs.field(factory=list)
+    state: dict[str, Any] = attrs.field(factory=dict)
+    """Plugins' own state by plugin name."""
+    request_shutdown: Callable[[bool], None] = lambda now: None
+    """Asks the server to stop: finish what is under way, or (True) at once."""
+    listening: list[str] = attrs.field(factory=list)
+    tcp_port: int = 0
+
+
+@attrs.frozen(eq=False)
+class Context:
+    """Handed to every handler, one per connection."""
+
+    session: Session
+    services: Services
+    dispatch: Dispatcher
+
+    async def in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Run a function that would hold the loop too long.
+
+        Cancellation: the function runs to its end and its result is kept, so buffers it was given stay valid.
+        """
+        return await trio.to_thread.run_sync(function, *args)

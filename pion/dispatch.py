@@ -1,0 +1,193 @@
+"""From a parsed request to a reply: look up, arity, authentication, transaction queue, call, error to reply.
+
+The table is built once from the frozen registry and keyed by the name as clients usually send it (upper or lower case),
+so the common request costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import attrs
+
+from pion.args import show
+from pion.command import Command, Flag, Handler
+from pion.errors import CommandError, ExecAbortError, NoAuthError, PionError
+from pion.monitor import CommandCounter, Monitor
+from pion.registry import Registry
+from pion.replies import QUEUED, Buffer, ErrorReply, Reply
+
+if TYPE_CHECKING:
+    from pion.context import Context
+
+logger = logging.getLogger("pion.dispatch")
+
+UNKNOWN_ARGS_SHOWN_BYTES = 128
+"""As in Redis: the error for an unknown command quotes this much of its arguments."""
+
+
+@attrs.define(eq=False)
+class Entry:
+    """One row, prepared for the call."""
+
+    command: Command
+    handler: Handler | None
+    min_args: int
+    max_args: int
+    no_auth: bool
+    no_multi: bool
+    counter: CommandCounter
+    subcommands: dict[bytes, Entry] | None
+
+
+class Dispatcher:
+    """Runs requests of one worker. Shared by all connections; keeps no per-connection state."""
+
+    def __init__(self, registry: Registry, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._registry = registry
+        self._table: dict[bytes, Entry] = {}
+        for row in registry:
+            if row.container is None:
+                entry = self._entry(row)
+                subcommands = registry.subcommands(row.name.upper())
+                if subcommands:
+                    entry.subcommands = {
+                        sub.name.upper().partition(" ")[2].encode(): self._entry(sub) for sub in subcommands
+                    }
+                name = row.name.upper().encode()
+                self._table[name] = self._table[name.lower()] = entry
+
+    def _entry(self, row: Command) -> Entry:
+        exact = row.arity > 0
+        return Entry(
+            command=row,
+            handler=row.handler,
+            min_args=abs(row.arity),
+            max_args=row.arity if exact else 1 << 31,
+            no_auth=Flag.NO_AUTH in row.flags,
+            no_multi=Flag.NO_MULTI in row.flags,
+            counter=self._monitor.counter(row.name.lower()),
+            subcommands=None,
+        )
+
+    async def execute(self, context: Context, argv: list[Buffer]) -> Reply:
+        """The reply to one request; a refused or failed command is an `ErrorReply`, never an exception.
+
+        Cancellation: whether the command took effect is unknown, and the connection must close.
+        """
+        session = context.session
+        try:
+            entry = self._table.get(argv[0])  # type: ignore[arg-type]
+            if entry is None or entry.subcommands is not None or not entry.min_args <= len(argv) <= entry.max_args:
+                entry = self.find(argv)
+            if not session.authenticated and not entry.no_auth:
+                raise NoAuthError("Authentication required.")
+        except PionError as error:
+            if session.transaction is not None:
+                session.transaction.failed = True
+            return ErrorReply(error.code, str(error))
+        if session.transaction is not None and not entry.no_multi:
+            return self._queue(context, argv)
+        return await self.run(context, entry, argv)
+
+    async def run(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
+        """Call the handler of an entry that passed the checks, and account for it."""
+        counter = entry.counter
+        counter.calls += 1
+        session = context.session
+        session.last_command = entry.command.name
+        handler = entry.handler
+        assert handler is not None  # noqa: S101  find() refuses containers without a handler
+        start = perf_counter_ns()
+        try:
+            reply = await handler(context, argv)
+        except PionError as error:
+            counter.failed += 1
+            reply = ErrorReply(error.code, str(error))
+        except Exception:
+            counter.failed += 1
+            plugin = self._registry.origin(entry.command)
+            logger.exception("command %s of plugin %s failed (client %s)", entry.command.name, plugin, session.addr)
+            reply = ErrorReply("ERR", f"internal error in {entry.command.name} (plugin {plugin}); see the server's log")
+        elapsed = perf_counter_ns() - start
+        counter.total_ns += elapsed
+        if elapsed >= self._monitor.slower_than_ns and Flag.BLOCKING not in entry.command.flags:
+            shown = argv[:1] if Flag.NO_AUTH in entry.command.flags else argv
+            self._monitor.record_slow(
+                shown,
+                elapsed,
+                at_s=context.services.clock.wall_s(),
+                addr=session.addr,
+                client_name=session.name,
+            )
+        return reply
+
+    def find(self, argv: list[Buffer]) -> Entry:
+        """The entry for a request, with its arity checked. Raises `CommandError`."""
+        name = bytes(argv[0][:128])
+        entry = self._table.get(name) or self._table.get(name.upper())
+        if entry is None:
+            raise unknown_command(argv)
+        if entry.subcommands is not None and (len(argv) > 1 or entry.handler is None):
+            if len(argv) < 2:
+                raise wrong_arity(entry.command)
+            sub = entry.subcommands.get(bytes(argv[1][:128]).upper())
+            if sub is None and entry.handler is None:
+                raise CommandError(f"unknown subcommand {show(argv[1])}. Try {entry.command.name.upper()} HELP.")
+            entry = sub or entry
+        if not entry.min_args <= len(argv) <= entry.max_args:
+            raise wrong_arity(entry.command)
+        return entry
+
+    def _queue(self, context: Context, argv: list[Buffer]) -> Reply:
+        transaction = context.session.transaction
+        assert transaction is not None  # noqa: S101  checked by the caller
+        config = context.services.config
+        size = sum(map(len, argv))
+        if (
+            len(transaction.queue) >= config.max_queued_commands
+            or transaction.queued_bytes + size > config.max_receiving_bytes
+        ):
+            transaction.failed = True
+            return ErrorReply(
+                "ERR",
+                f"MULTI queue is full ({config.max_queued_commands} commands, {config.max_receiving_bytes} bytes)",
+            )
+        transaction.queue.append(argv)
+        transaction.queued_bytes += size
+        return QUEUED
+
+    async def execute_queued(self, context: Context) -> Reply:
+        """What EXEC does: run the queued commands in order and return their replies.
+
+        Each command is atomic by itself; other clients' commands may run between two of them.
+        Cancellation: some of the commands may have run; the connection must close.
+        """
+        transaction = context.session.transaction
+        if transaction is None:
+            raise CommandError("EXEC without MULTI")
+        context.session.transaction = None
+        if transaction.failed:
+            raise ExecAbortError("Transaction discarded because of previous errors.")
+        replies: list[Reply] = []
+        for argv in transaction.queue:
+            replies.append(await self.run(context, self.find(argv), argv))
+        return replies
+
+
+def unknown_command(argv: list[Buffer]) -> CommandError:
+    """Redis's error for a name that is in no row; clients match its text."""
+    shown = ""
+    for arg in argv[1:]:
+        if len(shown) >= UNKNOWN_ARGS_SHOWN_BYTES:
+            break
+        shown += show(arg, UNKNOWN_ARGS_SHOWN_BYTES - len(shown)) + " "
+    return CommandError(f"unknown command {show(argv[0], 128)}, with args beginning with: {shown}")
+
+
+def wrong_arity(command: Command) -> CommandError:
+    """Redis's error for a wrong number of arguments; clients match its text."""
+    return CommandError(f"wrong number of arguments for '{command.name.lower().replace(' ', '|')}' command")

@@ -1,0 +1,54 @@
+"""Every hook a plugin can implement. Hooks are called once, while the server starts (or stops), never per command."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pluggy import HookimplMarker, HookspecMarker
+
+if TYPE_CHECKING:
+    from pion.command import Command
+    from pion.config import Config
+    from pion.context import InfoSection, Services, Session
+
+hookspec = HookspecMarker("pion")
+hookimpl = HookimplMarker("pion")
+
+
+@hookspec
+def register_commands(config: Config) -> Sequence[Command]:  # type: ignore[empty-body]
+    """Return the plugin's command rows. Called first, before any service exists.
+
+    The host merges the rows of all plugins. The same name twice refuses the start and names both plugins, unless the
+    later row says `replaces="<plugin>"`.
+    """
+
+
+@hookspec
+def startup(services: Services) -> None:
+    """Set up the plugin's own state, once, before the listeners open. Keep it in `services.state[<plugin name>]`."""
+
+
+@hookspec
+def register_services(services: Services) -> Sequence[Callable[..., Awaitable[None]]]:  # type: ignore[empty-body]
+    """Return async callables that run as long as the server: `async def run(*, task_status)`.
+
+    The host starts each with `nursery.start`, so it must call `task_status.started()`, and cancels it at shutdown after
+    the last connection has closed.
+    """
+
+
+@hookspec
+def register_info(services: Services) -> Sequence[InfoSection]:  # type: ignore[empty-body]
+    """Return sections for INFO. Each is formatted only when a client asks for it."""
+
+
+@hookspec
+def register_disconnect(services: Services) -> Callable[[Session], None]:  # type: ignore[empty-body]
+    """Return a function that is called, on the event loop, when a connection has closed. It can't block."""
+
+
+@hookspec
+def shutdown(services: Services) -> None:
+    """Release what `startup` made, once, after the last service has stopped. Not called if startup failed."""

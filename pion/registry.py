@@ -1,0 +1,60 @@
+"""The command table of one server: the rows of all plugins, merged, checked and then frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pion.command import Command
+from pion.errors import PluginError
+
+
+class Registry:
+    """Name -> `Command`. Look-ups are by the upper-case name; a subcommand's is "CLIENT SETNAME"."""
+
+    __slots__ = ("_origin", "_rows")
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Command] = {}
+        self._origin: dict[str, str] = {}
+
+    def add(self, plugin: str, rows: Iterable[Command]) -> None:
+        """Merge one plugin's rows. A name that is taken raises `PluginError` naming both plugins."""
+        for row in rows:
+            if not isinstance(row, Command):
+                raise PluginError(f"plugin {plugin}: register_commands must return Command rows, got {row!r}")
+            key = row.name.upper()
+            owner = self._origin.get(key)
+            if owner is not None and row.replaces != owner:
+                raise PluginError(
+                    f"command {key} is in plugin {owner} and in plugin {plugin}; "
+                    f"to override it, give the row replaces={owner!r}"
+                )
+            self._rows[key] = row
+            self._origin[key] = plugin
+
+    def check(self) -> None:
+        """Every subcommand has its container, and every plain row a handler."""
+        containers = {row.container for row in self}
+        for row in self:
+            if row.container is not None and row.container not in self._rows:
+                raise PluginError(f"plugin {self.origin(row)}: {row.name} has no row for {row.container}")
+            if row.handler is None and row.name not in containers:
+                raise PluginError(f"plugin {self.origin(row)}: {row.name} has no handler")
+
+    def get(self, name: str) -> Command | None:
+        """The row of that upper-case name."""
+        return self._rows.get(name)
+
+    def origin(self, row: Command) -> str:
+        """The plugin a row comes from."""
+        return self._origin[row.name.upper()]
+
+    def subcommands(self, container: str) -> list[Command]:
+        """The rows under a container, in the order they were declared."""
+        return [row for row in self._rows.values() if row.container == container]
+
+    def __iter__(self) -> Iterator[Command]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)

@@ -1,0 +1,101 @@
+"""What a command handler may return. Data only: `pion.protocol` turns these into bytes, for RESP2 or RESP3.
+
+| Python value | RESP2 | RESP3 |
+|---|---|---|
+| `Simple("OK")` | simple string | simple string |
+| `ErrorReply(code, text)` | error | error |
+| `int` | integer | integer |
+| `float` | bulk string | double |
+| `bytes`, `str` | bulk string | bulk string |
+| `Blob(parts)` | bulk string, the buffers sent as they are | same |
+| `Stream(nbytes, pieces)` | bulk string, made piece by piece while the socket drains | same |
+| `None` | null bulk | null |
+| `list`, `tuple` | array | array |
+| `Map(pairs)` | flat array | map |
+| `NO_REPLY` | nothing | nothing |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+import attrs
+
+Buffer: TypeAlias = bytes | memoryview
+
+
+class Simple:
+    """A RESP simple string. The line is encoded once, here, since the few that exist are sent millions of times."""
+
+    __slots__ = ("text", "wire")
+
+    def __init__(self, text: str) -> None:
+        if "\r" in text or "\n" in text:
+            raise ValueError("a simple string can't hold a line break")
+        self.text: Final = text
+        self.wire: Final = b"+" + text.encode() + b"\r\n"
+
+    def __repr__(self) -> str:
+        return f"Simple({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Simple) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash((Simple, self.text))
+
+
+@attrs.frozen
+class ErrorReply:
+    """An error as a value: inside the array that EXEC returns, or made by dispatch from an exception."""
+
+    code: str
+    text: str
+
+
+@attrs.frozen
+class Blob:
+    """A bulk string made of buffers that are sent without being joined or copied.
+
+    `owners` keeps the stored blocks (and with them their charge against the memory budget) until the reply is sent.
+    """
+
+    parts: Sequence[Buffer]
+    nbytes: int
+    owners: object = None
+
+
+@attrs.frozen
+class Stream:
+    """A bulk string whose bytes are made while the socket drains.
+
+    `pieces` yields functions without arguments; each returns the next buffer (at most about 1 MiB) and may be run in a
+    thread. Together they must make exactly `nbytes` bytes. `in_thread` says whether a piece is big enough to be worth a
+    thread hop (about 75 us).
+    """
+
+    nbytes: int
+    pieces: Iterable[Callable[[], Buffer]]
+    in_thread: bool = True
+
+
+@attrs.frozen
+class Map:
+    """Field-value pairs in order: a map in RESP3, a flat array in RESP2."""
+
+    pairs: Sequence[tuple[object, object]]
+
+
+class _NoReply:
+    def __repr__(self) -> str:
+        return "NO_REPLY"
+
+
+NO_REPLY: Final = _NoReply()
+OK: Final = Simple("OK")
+QUEUED: Final = Simple("QUEUED")
+
+Reply: TypeAlias = (
+    Simple | ErrorReply | int | float | bytes | str | Blob | Stream | Map | Sequence["Reply"] | None | _NoReply
+)
