@@ -6,12 +6,13 @@ What is importable from here is the public API for plugins and embedders; the re
 from __future__ import annotations
 
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.config import VERSION as __version__
-from pion.config import Config
+from pion.config import VERSION, Config
 from pion.context import Clock, Context, InfoSection, Services, Session
 from pion.errors import CommandError, PionError
 from pion.hookspecs import hookimpl
 from pion.replies import NO_REPLY, OK, Blob, ErrorReply, Map, Reply, Simple, Stream
+
+__version__ = VERSION
 
 __all__ = [
     "NO_REPLY",

@@ -88,11 +88,10 @@ class Config:
     )
     plugins_dir: str = option("", "load every *.py file of this directory as a plugin", group="plugins", unit="path")
 
-    # Processes and files
+    # The process
     workers: int = option(
         1, "worker processes; this version runs one", group="process", unit="processes", flag="workers"
     )
-    dir: str = option("./pion-data", "data directory", group="process", unit="path")
     grace_s: float = option(
         10.0,
         "time to finish what is under way at shutdown; as long as a container runtime waits",

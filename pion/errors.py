@@ -37,21 +37,29 @@ class CommandError(PionError):
 
 
 class NoAuthError(CommandError):
+    """The connection has to authenticate first."""
+
     code = "NOAUTH"
     status = 4
 
 
 class WrongPassError(CommandError):
+    """AUTH or HELLO gave a wrong name or password."""
+
     code = "WRONGPASS"
     status = 4
 
 
 class NoPermError(CommandError):
+    """The user may not run this command or touch this name."""
+
     code = "NOPERM"
     status = 5
 
 
 class WrongTypeError(CommandError):
+    """The name holds something of another kind."""
+
     code = "WRONGTYPE"
 
 
@@ -77,10 +85,14 @@ class ExistsError(CommandError):
 
 
 class NoProtoError(CommandError):
+    """HELLO asked for a protocol version that does not exist."""
+
     code = "NOPROTO"
 
 
 class ExecAbortError(CommandError):
+    """A command of the transaction could not be queued, so none of them runs."""
+
     code = "EXECABORT"
 
 

@@ -97,5 +97,5 @@ OK: Final = Simple("OK")
 QUEUED: Final = Simple("QUEUED")
 
 Reply: TypeAlias = (
-    Simple | ErrorReply | int | float | bytes | str | Blob | Stream | Map | Sequence["Reply"] | None | _NoReply
+    Simple | ErrorReply | int | float | bytes | str | Blob | Stream | Map | Sequence["Reply"] | _NoReply | None
 )

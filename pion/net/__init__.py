@@ -1,0 +1,1 @@
+"""Trio sockets: listeners, connections and the transport below them."""

@@ -1,0 +1,1 @@
+"""Pure protocol code: bytes in, requests out; replies in, buffers out. Knows no trio and no storage."""

@@ -1,0 +1,1 @@
+"""Blocks, sessions, prefixes and everything that holds state. Knows no sockets and no mlx."""

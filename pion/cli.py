@@ -1,0 +1,180 @@
+"""The commands a person types: `pion-server`, and `pion` with its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pion import logs
+from pion.config import VERSION, Config
+from pion.errors import StartupError
+from pion.options import add_arguments, build_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pion.server import Started
+
+EXIT_USAGE = 2
+
+
+def server_main(argv: Sequence[str] | None = None) -> int:
+    """`pion-server`: run a server until SIGINT or SIGTERM. Exit 0 after a clean stop, 2 if it can't start."""
+    begun = time.monotonic()
+    parser = argparse.ArgumentParser(
+        prog="pion-server",
+        description="Keep the K/V tensors of LLM prefixes and serve them bit-exact, over the Redis protocol.",
+        epilog="Every option is also an environment variable (--max-bulk is PION_MAX_BULK) and a key of the --config "
+        "file. The command line wins over the environment, that over the file. Sizes take kb, mb, gb.",
+    )
+    parser.add_argument("--version", action="version", version=f"pion-server {VERSION}")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of options, named as here without the dashes")
+    add_arguments(parser)
+    arguments = vars(parser.parse_args(argv))
+    try:
+        config = build_config(arguments, arguments["config"])
+        logs.configure(config.log_level, config.log_format)
+        from pion import server
+
+        server.run(config, lambda started: _announce(started, time.monotonic() - begun))
+    except* StartupError as group:
+        _fail(group)
+        return EXIT_USAGE
+    return 0
+
+
+def _fail(group: BaseExceptionGroup[StartupError]) -> None:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            _fail(error)
+        else:
+            sys.stderr.write(f"pion-server: {error}\n")
+
+
+def _announce(started: Started, elapsed_s: float) -> None:
+    """The one banner: where it listens and what is on."""
+    services = started.services
+    config = services.config
+    lines = [
+        f"Pion {VERSION} ready in {elapsed_s:.2f} s (pid {os.getpid()})",
+        f"  listening  {', '.join(services.listening)}",
+        f"  plugins    {', '.join(services.state['plugins'])} ({len(services.registry)} commands)",
+        f"  sessions   at most {config.max_sessions}, least recently used goes first",
+        f"  password   {'required' if config.requirepass else 'none'}",
+        f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",
+        "  stop       Ctrl-C, or SIGTERM: finishes what is under way; a second one stops at once",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`pion`: look at what a server would load, and at this machine."""
+    parser = argparse.ArgumentParser(prog="pion", description="Tools around the Pion KV-cache server.")
+    parser.add_argument("--version", action="version", version=f"pion {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    selection = argparse.ArgumentParser(add_help=False)
+    selection.add_argument("--plugins", metavar="LIST", help="as for pion-server")
+    selection.add_argument("--plugins-dir", metavar="PATH", help="as for pion-server")
+    selection.add_argument("--kvcache", action="store_const", const="yes", help="as for pion-server")
+
+    listing = commands.add_parser("commands", parents=[selection], help="list the commands a server would know")
+    listing.add_argument("pattern", nargs="?", default="", help="only names that contain this text")
+    listing.set_defaults(run=_commands)
+    plugins = commands.add_parser("plugins", parents=[selection], help="list the plugins and which are selected")
+    plugins.set_defaults(run=_plugins)
+    where = commands.add_parser("where", parents=[selection], help="show where a command is implemented")
+    where.add_argument("name", nargs="+", help="the command, for example KV.PREFIX.LOOKUP or CLIENT LIST")
+    where.set_defaults(run=_where)
+    doctor = commands.add_parser("doctor", help="show device, BLAS and versions, and what is missing")
+    doctor.set_defaults(run=_doctor)
+    commands.add_parser("server", add_help=False, help="the same as pion-server")
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["server"]:
+        return server_main(argv[1:])
+    arguments = parser.parse_args(argv)
+    try:
+        result: int = arguments.run(arguments)
+    except StartupError as error:
+        sys.stderr.write(f"pion: {error}\n")
+        return EXIT_USAGE
+    return result
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True)
+
+
+def _table(*titles: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title)
+    return table
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    return build_config(vars(arguments), None)
+
+
+def _commands(arguments: argparse.Namespace) -> int:
+    from pion.plugins import make_plugin_manager, make_registry
+
+    config = _config(arguments)
+    registry = make_registry(make_plugin_manager(config), config)
+    table = _table("command", "plugin", "summary")
+    rows = [row for row in registry if row.handler and arguments.pattern.upper() in row.name.upper()]
+    for row in sorted(rows, key=lambda row: row.name):
+        table.add_row(row.syntax().replace("[", r"\["), registry.origin(row), row.summary)
+    _console().print(table)
+    return 0 if rows else 1
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    from pion.plugins import available, select
+
+    config = _config(arguments)
+    sources = available(config)
+    chosen = {source.name for source in select(config, sources)}
+    table = _table("plugin", "selected", "kind", "location")
+    for source in sources:
+        table.add_row(source.name, "yes" if source.name in chosen else "no", source.kind, source.location)
+    _console().print(table)
+    return 0
+
+
+def _where(arguments: argparse.Namespace) -> int:
+    from pion.plugins import make_plugin_manager, make_registry
+
+    config = _config(arguments)
+    registry = make_registry(make_plugin_manager(config), config)
+    name = " ".join(arguments.name).upper()
+    row = registry.get(name)
+    if row is None:
+        similar = [other.name for other in registry if name.split(".")[-1] in other.name.upper()]
+        hint = f"; similar: {', '.join(similar)}" if similar else "; pion commands lists all"
+        raise StartupError(f"no command named {name}{hint}")
+    handler = row.handler or next(other.handler for other in registry.subcommands(name))
+    code = getattr(handler, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(handler)
+    _console().print(f"{row.name}  plugin {registry.origin(row)}  {place}", highlight=False, markup=False)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from pion.compute import device
+
+    table = _table("what", "found")
+    for what, found in device.report():
+        table.add_row(what, found)
+    _console().print(table)
+    return 0
