@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import attrs
 
 from pion.args import show
-from pion.command import Command, Flag, Handler
+from pion.command import Command, Flag
 from pion.errors import CommandError, ExecAbortError, NoAuthError, PionError
 from pion.monitor import CommandCounter, Monitor
 from pion.registry import Registry
 from pion.replies import QUEUED, Buffer, ErrorReply, Reply
 
 if TYPE_CHECKING:
+    from pion.command import Handler
     from pion.context import Context
 
 logger = logging.getLogger("pion.dispatch")
@@ -80,7 +81,8 @@ class Dispatcher:
         """
         session = context.session
         try:
-            entry = self._table.get(argv[0])  # type: ignore[arg-type]
+            name = argv[0]
+            entry = self._table.get(name) if type(name) is bytes else None
             if entry is None or entry.subcommands is not None or not entry.min_args <= len(argv) <= entry.max_args:
                 entry = self.find(argv)
             if not session.authenticated and not entry.no_auth:

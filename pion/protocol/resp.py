@@ -1,0 +1,378 @@
+"""The request parser of the RESP lane: bytes in, requests out. It knows no socket and allocates nothing itself.
+
+Theory of operation. A chunk of bytes, as the socket gave it, is walked in one of two ways:
+
+- `_walk`: the chunk is split at every CRLF, once. A request of n arguments is then 2n+1 lines, and it is taken if each
+  declared length equals the length of its line. That is nearly all traffic, and costs a few list operations a request.
+- `_step`: from an exact byte position, header by header. It takes over where a line doesn't fit: a binary argument that
+  holds CRLF, an inline command, the end of the chunk, a payload, and everything malformed. What is left of the chunk is
+  then parsed this way.
+
+Only `_step` keeps state between chunks: the arguments so far, how many are missing, and the length of the one being
+received. The unparsed tail is at most one header line or one argument of `INLINE_ARG_BYTES`. A longer argument (a
+payload) is received into memory that `allocate` returns: `target()` names the part still missing, `filled(n)` says that
+the driver put n bytes there. If `allocate` refuses, the bytes are counted and dropped (`discarding`), and the request
+comes out as a `Refused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from pion.config import (
+    HEADER_LINE_BYTES,
+    INLINE_ARG_BYTES,
+    UNAUTHENTICATED_ARGS,
+    UNAUTHENTICATED_BULK_BYTES,
+)
+from pion.errors import ProtocolError
+from pion.protocol.inline import split_inline
+from pion.replies import Buffer
+
+Request: TypeAlias = list[Buffer]
+"""argv[0] is the name as it was sent. Arguments over `INLINE_ARG_BYTES` are memoryviews that the handler may keep."""
+
+ARGUMENT_OVERHEAD_BYTES: Final = 56
+"""What a short argument costs beside its bytes: the object's header and its place in the list."""
+
+_COUNTS: Final = {b"*%d" % n: n for n in range(1, 65)}
+_LENGTHS: Final = {b"$%d" % n: n for n in range(INLINE_ARG_BYTES + 1)}
+"""Header lines of usual requests. A line that is not here is parsed, and checked, by `_step`."""
+
+
+class Refused(list[Buffer]):
+    """A request whose payload did not fit the receive budget. `argv` is incomplete; `nbytes` was asked for."""
+
+    nbytes: int = 0
+
+
+class RespParser:
+    """Parses the requests of one connection.
+
+    `allocate(n)` returns writable memory for a payload of n bytes, or None to refuse it. `reserve(n)` is told that n more
+    bytes of short arguments are held for an unfinished request; False refuses the request. Set `restricted` while the
+    client must still authenticate: the small limits apply then.
+    """
+
+    __slots__ = (
+        "_allocate",
+        "_argv",
+        "_crlf",
+        "_data",
+        "_held",
+        "_index",
+        "_length",
+        "_lines",
+        "_max_args",
+        "_max_bulk",
+        "_missing",
+        "_position",
+        "_refused",
+        "_reserve",
+        "_target",
+        "_walkable",
+        "payload_left",
+        "restricted",
+    )
+
+    def __init__(
+        self,
+        *,
+        max_bulk_bytes: int,
+        max_args: int,
+        allocate: Callable[[int], memoryview | None],
+        reserve: Callable[[int], bool] = lambda nbytes: True,
+    ) -> None:
+        self._max_bulk = max_bulk_bytes
+        self._max_args = max_args
+        self._allocate = allocate
+        self._reserve = reserve
+        self.restricted = False
+        self._data = b""
+        self._position = 0
+        self._lines: list[bytes] = []
+        self._index = 0
+        self._walkable = False
+        self._argv: Request | None = None
+        self._missing = 0
+        self._length = -1
+        self._crlf = False
+        self._held = 0
+        self._refused = 0
+        self._target: memoryview | None = None
+        self.payload_left = 0
+        """Bytes of the current payload still to come, without its CRLF."""
+
+    def feed(self, data: bytes) -> None:
+        """Give the next bytes of the stream. Take all requests out first, else the rest is copied."""
+        if self._walkable:
+            self._leave_walk()
+        rest = len(self._data) - self._position
+        self._data = self._data[self._position :] + data if rest else data
+        self._position = 0
+        self._walkable = self._argv is None
+        self._lines = []
+
+    def target(self) -> memoryview | None:
+        """Where the driver must put the next bytes of the stream; None if they go to `feed` or are discarded."""
+        return self._target
+
+    @property
+    def discarding(self) -> bool:
+        """The payload was refused: receive `payload_left` bytes anywhere and report them with `filled`."""
+        return self.payload_left > 0 and self._target is None
+
+    def filled(self, nbytes: int) -> None:
+        """The driver put `nbytes` into the target (or dropped them, while discarding)."""
+        if not 0 <= nbytes <= self.payload_left:
+            raise ValueError(f"{nbytes} bytes do not fit the {self.payload_left} that are missing")
+        self.payload_left -= nbytes
+        if self._target is not None:
+            self._target = self._target[nbytes:] if self.payload_left else None
+
+    @property
+    def between_requests(self) -> bool:
+        """Nothing of an unfinished request has arrived."""
+        return self._argv is None and (
+            self._position >= len(self._data) if not self._walkable or not self._lines else self._at_end()
+        )
+
+    def next_request(self) -> Request | None:
+        """The next complete request, or None if more data is needed. Raises `ProtocolError`."""
+        found = self.requests(1)
+        return found[0] if found else None
+
+    def requests(self, limit: int) -> list[Request]:
+        """Up to `limit` complete requests; fewer, or none, if more data is needed.
+
+        Raises `ProtocolError` once the requests before the bad one have been taken out. The parser is useless after it.
+        """
+        found: list[Request] = []
+        if self._walkable:
+            self._walk(found, limit)
+        try:
+            while len(found) < limit and not self._walkable:
+                request = self._step()
+                if request is None:
+                    break
+                found.append(request)
+        except ProtocolError:
+            if not found:
+                raise
+            # Nothing was consumed past the bad byte, so the next call raises the same error again.
+        return found
+
+    # -- the fast way ---------------------------------------------------------------------------------------------
+
+    def _walk(self, found: list[Request], limit: int) -> None:
+        lines = self._lines
+        if not lines:
+            lines = self._lines = self._data.split(b"\r\n")
+            self._index = 0
+        index = self._index
+        last = len(lines) - 1  # what follows the last CRLF is no complete line
+        room = limit - len(found)
+        counts, lengths = _COUNTS, _LENGTHS
+        longest = UNAUTHENTICATED_ARGS if self.restricted else 64
+        while room:
+            count = counts.get(lines[index])
+            if count is None or count > longest:
+                break
+            end = index + 2 * count + 1
+            if end > last:
+                break
+            if count == 1:
+                argument = lines[index + 2]
+                if lengths.get(lines[index + 1]) != len(argument):
+                    break
+                found.append([argument])
+            else:
+                arguments = lines[index + 2 : end : 2]
+                if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
+                    break
+                if self.restricted and max(map(len, arguments)) > UNAUTHENTICATED_BULK_BYTES:
+                    break
+                found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
+            index = end
+            room -= 1
+        self._index = index
+        if room:
+            self._leave_walk()
+
+    def _leave_walk(self) -> None:
+        """Go on by position for the rest of this chunk."""
+        lines = self._lines
+        if lines:
+            self._position += sum(map(len, lines[: self._index])) + 2 * self._index
+        self._lines = []
+        self._walkable = False
+
+    def _at_end(self) -> bool:
+        return self._index == len(self._lines) - 1 and not self._lines[-1]
+
+    # -- the general way ------------------------------------------------------------------------------------------
+
+    def _step(self) -> Request | None:
+        """One request from the current position, or None if the data ends before it does."""
+        while self._argv is None:
+            if self._position >= len(self._data):
+                return None
+            if self._data[self._position] != 0x2A:
+                line = self._inline_line()
+                if line is None:
+                    return None
+                arguments = split_inline(line)
+                if self.restricted and len(arguments) > UNAUTHENTICATED_ARGS:
+                    raise ProtocolError("unauthenticated multibulk length")
+                self._position += len(line) + 1
+                if arguments:
+                    return arguments  # type: ignore[return-value]
+                continue
+            line = self._header_line("mbulk count")
+            if line is None:
+                return None
+            count = self._multibulk_length(line)
+            self._position += len(line) + 2
+            if count > 0:
+                self._argv = []
+                self._missing = count
+        start = self._position
+        before = len(self._argv)
+        while self._missing:
+            if not self._argument(self._argv):
+                self._hold(self._position - start, len(self._argv) - before)
+                return None
+            self._missing -= 1
+        request = self._argv
+        self._argv = None
+        self._held = 0
+        if self._refused:
+            refused = Refused(request)
+            refused.nbytes = self._refused
+            self._refused = 0
+            return refused
+        return request
+
+    def _argument(self, argv: Request) -> bool:
+        """Take one argument; False if the data ends first."""
+        data = self._data
+        if self._length < 0:
+            if self._position >= len(data):
+                return False
+            if data[self._position] != 0x24:
+                raise ProtocolError(f"expected '$', got '{_show_byte(data[self._position])}'")
+            line = self._header_line("bulk count")
+            if line is None:
+                return False
+            length = self._bulk_length(line)
+            self._position += len(line) + 2
+            self._length = length
+            if length > INLINE_ARG_BYTES:
+                self._start_payload(argv, length)
+        if self._length > INLINE_ARG_BYTES:
+            return self._payload()
+        end = self._position + self._length
+        if end + 2 > len(data):
+            return False
+        if data[end : end + 2] != b"\r\n":
+            raise ProtocolError("bulk string is not followed by CRLF")
+        if not self._refused:
+            argv.append(data[self._position : end])
+        self._position = end + 2
+        self._length = -1
+        return True
+
+    def _start_payload(self, argv: Request, length: int) -> None:
+        self.payload_left = length
+        self._target = None
+        if self._refused:
+            return
+        memory = self._allocate(length)
+        if memory is None:
+            self._refuse(argv, length)
+            return
+        self._target = memory
+        argv.append(memory)
+
+    def _payload(self) -> bool:
+        available = len(self._data) - self._position
+        if self.payload_left and available:
+            taken = min(self.payload_left, available)
+            if self._target is not None:
+                self._target[:taken] = self._data[self._position : self._position + taken]
+            self.filled(taken)
+            self._position += taken
+            available -= taken
+        if self.payload_left or available < 2:
+            return False
+        if self._data[self._position : self._position + 2] != b"\r\n":
+            raise ProtocolError("bulk string is not followed by CRLF")
+        self._position += 2
+        self._length = -1
+        return True
+
+    def _hold(self, nbytes: int, arguments: int) -> None:
+        """Charge what an unfinished request holds, once it is more than one argument may be."""
+        self._held += nbytes + arguments * ARGUMENT_OVERHEAD_BYTES
+        if self._held > INLINE_ARG_BYTES and self._argv is not None and not self._refused:
+            if not self._reserve(self._held):
+                self._refuse(self._argv, self._held)
+            self._held = 0
+
+    def _refuse(self, argv: Request, nbytes: int) -> None:
+        self._refused = nbytes
+        del argv[1:]
+
+    # -- lines and numbers ----------------------------------------------------------------------------------------
+
+    def _header_line(self, what: str) -> bytes | None:
+        end = self._data.find(b"\r\n", self._position, self._position + HEADER_LINE_BYTES)
+        if end >= 0:
+            return self._data[self._position : end]
+        if len(self._data) - self._position >= HEADER_LINE_BYTES:
+            raise ProtocolError(f"too big {what} string")
+        return None
+
+    def _inline_line(self) -> bytes | None:
+        limit = UNAUTHENTICATED_BULK_BYTES if self.restricted else HEADER_LINE_BYTES
+        end = self._data.find(b"\n", self._position, self._position + limit)
+        if end >= 0:
+            return self._data[self._position : end]
+        if len(self._data) - self._position >= limit:
+            raise ProtocolError("too big inline request")
+        return None
+
+    def _multibulk_length(self, line: bytes) -> int:
+        count = _decimal(line)
+        if count is None:
+            if line == b"*-1":
+                return 0
+            raise ProtocolError("invalid multibulk length")
+        if self.restricted and count > UNAUTHENTICATED_ARGS:
+            raise ProtocolError("unauthenticated multibulk length")
+        if count > self._max_args:
+            raise ProtocolError("invalid multibulk length")
+        return count
+
+    def _bulk_length(self, line: bytes) -> int:
+        length = _decimal(line)
+        if length is None:
+            raise ProtocolError("invalid bulk length")
+        if self.restricted and length > UNAUTHENTICATED_BULK_BYTES:
+            raise ProtocolError("unauthenticated bulk length")
+        if length > self._max_bulk:
+            raise ProtocolError("invalid bulk length")
+        return length
+
+
+def _decimal(line: bytes) -> int | None:
+    """The number after the type byte: digits only, no leading zero, at most 18 of them."""
+    digits = line[1:]
+    if not digits.isdigit() or len(digits) > 18 or (digits[0] == 0x30 and len(digits) > 1):
+        return None
+    return int(digits)
+
+
+def _show_byte(value: int) -> str:
+    return chr(value) if 0x20 <= value < 0x7F else f"\\x{value:02x}"
