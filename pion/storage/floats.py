@@ -32,7 +32,7 @@ def fp32_to_fp16(values: NDArray[np.float32]) -> NDArray[np.float16]:
     with np.errstate(all="ignore"):
         result = values.astype(np.float16)
         low, high = values.min(initial=0), values.max(initial=0)
-        if not (-FP16_MAX <= low and high <= FP16_MAX):
+        if not (low >= -FP16_MAX and high <= FP16_MAX):
             beyond = np.isinf(result) & ~np.isinf(values)
             result[beyond] = np.copysign(np.float32(FP16_MAX), values[beyond]).astype(np.float16)
     return result

@@ -1,7 +1,7 @@
 """Stored formats by name, and the conversion between them and what travels on the wire.
 
-A row is one token in one layer: D values. A format says how many bytes it takes and turns fp32 rows into those bytes and
-back. The wire carries fp32, fp16, bf16 or `native`, the stored bytes themselves. Every multi-byte value is little-endian.
+A row is one token in one layer: D values. A format says how many bytes it takes and turns fp32 rows into those bytes
+and back. The wire carries fp32, fp16, bf16 or `native`, the stored bytes. Every multi-byte value is little-endian.
 
 All functions here are synchronous and touch no shared state, so they may run in any thread. To convert a large block in
 pieces, call `to_native` or `from_native` on a sub-range of its rows.
@@ -49,12 +49,19 @@ class Format(ABC):
     wire: Wire | None = attrs.field(default=None, kw_only=True)
     """The wire type whose bytes are these bytes, if there is one."""
 
+    multiple: int = attrs.field(default=1, kw_only=True)
+    """D must be divisible by it."""
+
     def check_dim(self, dim: int) -> None:
-        """Raise CommandError, naming format and D, unless rows of `dim` values can be stored. 0 is a side without data."""
+        """Raise CommandError, naming format and D, unless rows of `dim` values can be stored."""
+        if dim < 1:
+            raise CommandError(f"{self.name} needs a dim of at least 1, got {dim}")
+        if dim % self.multiple:
+            raise CommandError(f"{self.name} needs a dim divisible by {self.multiple}, got {dim}")
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
-        """Bytes of one row of `dim` values; `dim` must have passed `check_dim`."""
+        """Bytes of one row of `dim` values; `dim` is 0 (a side without data) or has passed `check_dim`."""
 
     @abstractmethod
     def encode(self, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -113,10 +120,6 @@ class _Int8(Format):
 
 
 class _Mlx4g32(Format):
-    def check_dim(self, dim: int) -> None:
-        if dim % quantize.MLX_GROUP:
-            raise CommandError(f"{self.name} needs a dim divisible by {quantize.MLX_GROUP}, got {dim}")
-
     def row_bytes(self, dim: int) -> int:
         return dim // 2 + dim // quantize.MLX_GROUP * 4
 
@@ -129,6 +132,8 @@ class _Mlx4g32(Format):
 
 _FORMATS: Final[dict[str, Format]] = {}
 _FAMILIES: Final[list[tuple[str, Callable[[str], Format | None]]]] = []
+_BUILT: Final[dict[str, Format]] = {}
+"""What the families made, so that a name is always the same object. Bounded, since a family has few valid names."""
 
 
 def add_format(fmt: Format) -> None:
@@ -139,9 +144,9 @@ def add_format(fmt: Format) -> None:
 
 
 def add_family(pattern: str, resolve: Callable[[str], Format | None]) -> None:
-    """Make a family of names known: `resolve` builds the format for a name or returns None; `pattern` is for error texts.
+    """Make a family of names known: `resolve` builds the format for a name or returns None.
 
-    Called at import time only. What `resolve` returns is kept, so each name is built once.
+    `pattern` stands for the names in error texts. Called at import time only. What `resolve` returns is kept, so `resolve` must take one spelling per format.
     """
     _FAMILIES.append((pattern, resolve))
 
@@ -154,19 +159,25 @@ def known_formats() -> list[str]:
 def get_format(name: Buffer) -> Format:
     """The format of that name, in any case. Raises CommandError that lists the known ones."""
     text = bytes(name[:64]).lower().decode("latin-1")
-    found = _FORMATS.get(text)
-    if found is None:
-        found = _from_family(text)
+    found = _FORMATS.get(text) or _BUILT.get(text) or _from_family(text)
     if found is None:
         raise CommandError(f"unknown format {show(name)}, expected one of {' '.join(known_formats())}")
     return found
+
+
+def _from_family(text: str) -> Format | None:
+    for _, resolve in _FAMILIES:
+        found = resolve(text)
+        if found is not None:
+            return _BUILT.setdefault(text, found)
+    return None
 
 
 FP32: Final = _Float32("fp32", wire=Wire.FP32)
 FP16: Final = _Float16("fp16", wire=Wire.FP16)
 BF16: Final = _BFloat16("bf16", wire=Wire.BF16)
 INT8: Final = _Int8("int8")
-MLX4G32: Final = _Mlx4g32("mlx4g32")
+MLX4G32: Final = _Mlx4g32("mlx4g32", multiple=quantize.MLX_GROUP)
 for _fmt in (FP32, FP16, BF16, INT8, MLX4G32):
     add_format(_fmt)
 

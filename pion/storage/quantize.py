@@ -73,7 +73,9 @@ def mlx4g32_encode(rows: NDArray[np.float32]) -> NDArray[np.uint8]:
         _refuse_non_finite("mlx4g32", low)
         largest = max(span.max(initial=0), high.max(initial=0), -low.min(initial=0))
         if largest > FP16_MAX:
-            raise CommandError(f"mlx4g32 can't hold {largest:g}: magnitude and span of a group are at most {FP16_MAX:g}")
+            raise CommandError(
+                f"mlx4g32 can't hold {largest:g}: values and the span of a group are at most {FP16_MAX:g}"
+            )
         from_low = np.abs(low) > np.abs(high)
         edge = np.where(from_low, low, high)
         scale = np.maximum(span / np.float32(15), MLX_MIN_SCALE)

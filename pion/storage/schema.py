@@ -1,0 +1,127 @@
+"""The shape of a V session: which format and width each layer has.
+
+Written as runs of equal layers, `format[@dim]*layers`, joined by commas: `fp16@512*2,int8@512*12,fp16@512*2`. `@0` is a
+side without data. Equal shapes are one object, so a million namespaces of one model share it and comparing is `is`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Final
+from weakref import WeakValueDictionary
+
+import attrs
+
+from pion.args import integer, show
+from pion.config import INLINE_ARG_BYTES
+from pion.errors import CommandError
+from pion.replies import Buffer
+from pion.storage.formats import Format, get_format
+
+
+@attrs.frozen(eq=False)
+class LayerSpec:
+    """How one layer stores its rows. `dim` is D, values in a row; `row_bytes` is 0 for a side without data."""
+
+    format: Format
+    dim: int
+    row_bytes: int
+
+
+_Run = tuple[Format, int, int]
+"""Format, dim and number of layers; 0 layers stands for any number."""
+
+
+@attrs.frozen(eq=False, init=False, repr=False)
+class Schema:
+    """Format and width per layer. Frozen and interned: equal shapes are the same object.
+
+    Made in the event loop's thread only: two threads could make two objects of one shape.
+    """
+
+    layers: int | None
+    """How many layers there are; None when any number may be stored."""
+    _runs: tuple[_Run, ...]
+    _specs: tuple[LayerSpec, ...]
+    _ends: tuple[int, ...]
+
+    def __init__(self) -> None:
+        raise TypeError("use Schema.uniform or Schema.parse")
+
+    @staticmethod
+    def uniform(fmt: Format, dim: int) -> Schema:
+        """Any number of layers of one format and width. Raises CommandError when the format doesn't take that width."""
+        found = _interned.get(((fmt, dim, 0),))
+        if found is None:
+            fmt.check_dim(dim)
+            found = _intern(((fmt, dim, 0),))
+        return found
+
+    @staticmethod
+    def parse(runs: Buffer, dim: int | None, max_layers: int, max_dim: int) -> Schema:
+        """A schema from its runs; `dim` is the width of runs that don't give one.
+
+        Raises CommandError that names the bad run.
+        """
+        if not 1 <= len(runs) <= INLINE_ARG_BYTES:
+            raise CommandError(f"runs must be 1 to {INLINE_ARG_BYTES} bytes long, got {len(runs)}")
+        merged: list[_Run] = []
+        left = max_layers
+        for number, text in enumerate(bytes(runs).split(b","), 1):
+            try:
+                fmt, width, layers = _parse_run(text, dim, left, max_layers, max_dim)
+            except CommandError as error:
+                raise CommandError(f"run {number} {show(text)}: {error}") from None
+            left -= layers
+            if merged and merged[-1][:2] == (fmt, width):
+                layers += merged.pop()[2]
+            merged.append((fmt, width, layers))
+        return _intern(tuple(merged))
+
+    def layer(self, index: int) -> LayerSpec:
+        """The spec of layer `index`, from 0. Raises CommandError past the end."""
+        if self.layers is None:
+            return self._specs[0]
+        if not 0 <= index < self.layers:
+            raise CommandError(f"no layer {index}: the schema has {self.layers} layers")
+        return self._specs[bisect_right(self._ends, index)]
+
+    def __str__(self) -> str:
+        """The runs: equal neighbours merged, every width given. Without `*layers` when any number may be stored."""
+        return ",".join(f"{fmt.name}@{dim}" + (f"*{layers}" if layers else "") for fmt, dim, layers in self._runs)
+
+    def __repr__(self) -> str:
+        return f"Schema({self})"
+
+
+_interned: Final[WeakValueDictionary[tuple[_Run, ...], Schema]] = WeakValueDictionary()
+
+
+def _intern(runs: tuple[_Run, ...]) -> Schema:
+    found = _interned.get(runs)
+    if found is None:
+        specs = tuple(LayerSpec(fmt, dim, fmt.row_bytes(dim)) for fmt, dim, _ in runs)
+        ends = tuple(accumulate(layers for _, _, layers in runs))
+        found = Schema.__new__(Schema)
+        found.__attrs_init__(layers=ends[-1] or None, runs=runs, specs=specs, ends=ends)
+        _interned[runs] = found
+    return found
+
+
+def _parse_run(text: bytes, dim: int | None, left: int, max_layers: int, max_dim: int) -> _Run:
+    head, star, layer_text = text.partition(b"*")
+    if not star:
+        raise CommandError("expected format[@dim]*layers")
+    name, at, dim_text = head.partition(b"@")
+    fmt = get_format(name)
+    layers = integer(layer_text, "layers", 1, max_layers)
+    if layers > left:
+        raise CommandError(f"more than {max_layers} layers in all")
+    if at:
+        dim = integer(dim_text, "dim", 0, max_dim)
+    elif dim is None:
+        raise CommandError("@dim is missing")
+    if dim:
+        fmt.check_dim(dim)
+    return fmt, dim, layers
