@@ -11,4 +11,4 @@ def test_version_is_that_of_pion() -> None:
 
 
 def test_it_needs_pion_and_nothing_else() -> None:
-    assert requires("pion-lmcache") == ["pion"]
+    assert requires("pion-lmcache") == ["pion==0.1.*"]

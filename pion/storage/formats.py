@@ -146,7 +146,8 @@ def add_format(fmt: Format) -> None:
 def add_family(pattern: str, resolve: Callable[[str], Format | None]) -> None:
     """Make a family of names known: `resolve` builds the format for a name or returns None.
 
-    `pattern` stands for the names in error texts. Called at import time only. What `resolve` returns is kept, so `resolve` must take one spelling per format.
+    `pattern` stands for the names in error texts. What `resolve` returns is kept, so it must take one spelling per
+    format and only few names. Called at import time only.
     """
     _FAMILIES.append((pattern, resolve))
 
