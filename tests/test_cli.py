@@ -1,0 +1,62 @@
+"""The `pion` command."""
+
+from __future__ import annotations
+
+import pytest
+
+from pion import cli
+from pion.config import VERSION
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "commands", "lookup")
+    assert code == 0
+    assert "KV.PREFIX.LOOKUP ns [TOKENS" in out
+    assert "kvprefix" in out
+    assert "PING" not in out
+    assert run(capsys, "commands", "no-such-command")[0] == 1
+
+
+def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plugins", "--plugins", "all,-stats")
+    assert code == 0
+    rows = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    assert rows["stats"] == "no"
+    assert rows["kvprefix"] == "yes"
+
+
+def test_where(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "where", "client", "list")
+    assert code == 0
+    assert "plugin connection" in out
+    assert ".py:" in out
+    code, _, err = run(capsys, "where", "KV.PREFIX.LOKUP")
+    assert code == 2
+    assert "no command named KV.PREFIX.LOKUP" in err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "mlx" in out
+    assert "BLAS" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert VERSION in capsys.readouterr().out
+
+
+def test_server_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "server", "--plugins", "nope")
+    assert code == 2
+    assert err.startswith("pion-server: --plugins: no plugin named nope")
+    assert err.count("\n") == 1

@@ -1,0 +1,239 @@
+"""Start and stop of a server: real processes, real signals, real sockets."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from pion.config import Config
+from pion.errors import PluginError, StartupError
+from pion.testing import ServerProcess, make_harness, running_server
+
+STUCK_PLUGIN = """
+import trio
+from pion import Command, hookimpl, OK
+
+async def slow(context, argv):
+    await trio.sleep(float(argv[1]))
+    return OK
+
+@hookimpl
+def register_commands(config):
+    return [Command(name="SLOW", arity=2, handler=slow, summary="sleeps", since="1")]
+"""
+
+TRACE_PLUGIN = """
+import trio
+from pion import hookimpl
+
+events = []
+
+async def service(*, task_status):
+    events.append("service starts")
+    task_status.started()
+    try:
+        await trio.sleep_forever()
+    finally:
+        events.append("service ends")
+
+@hookimpl
+def startup(services):
+    services.state["trace"] = events
+    events.append("startup")
+
+@hookimpl
+def register_services(services):
+    return [service]
+
+@hookimpl
+def register_disconnect(services):
+    return lambda session: events.append("disconnect")
+
+@hookimpl
+def shutdown(services):
+    events.append("shutdown")
+"""
+
+
+@pytest.fixture
+def slow_plugin(tmp_path: Path) -> str:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    (folder / "stuck.py").write_text(STUCK_PLUGIN)
+    return str(folder)
+
+
+def connect(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
+    sock.sendall(b"PING\r\n")
+    assert sock.recv(100) == b"+PONG\r\n"
+    return sock
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_closes_idle_connections_and_exits_zero(number: signal.Signals) -> None:
+    with ServerProcess("--kvcache", "--grace", "30") as server, connect(server.port) as idle:
+        begun = time.monotonic()
+        server.process.send_signal(number)
+        assert idle.recv(100) == b""
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - begun < 15  # far below the grace time: nobody waited for the idle client
+
+
+def test_a_request_under_way_is_finished(slow_plugin: str) -> None:
+    with ServerProcess("--plugins-dir", slow_plugin) as server, connect(server.port) as busy:
+        busy.sendall(b"SLOW 0.5\r\n")
+        time.sleep(0.1)
+        server.terminate()
+        assert busy.recv(100) == b"+OK\r\n"
+        assert busy.recv(100) == b""
+        assert server.process.wait(20) == 0
+
+
+def test_the_grace_time_bounds_a_request(slow_plugin: str) -> None:
+    with ServerProcess("--plugins-dir", slow_plugin, "--grace", "0.2") as server, connect(server.port) as busy:
+        busy.sendall(b"SLOW 600\r\n")
+        time.sleep(0.1)
+        server.terminate()
+        assert busy.recv(100) == b""
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_stops_at_once(slow_plugin: str) -> None:
+    with ServerProcess("--plugins-dir", slow_plugin, "--grace", "600") as server, connect(server.port) as busy:
+        busy.sendall(b"SLOW 600\r\n")
+        time.sleep(0.1)
+        server.terminate()
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.terminate()
+        assert server.process.wait(20) == 0
+
+
+def test_the_banner_says_where_and_what() -> None:
+    with ServerProcess("--kvcache", "-w", "1") as server:
+        server.stop()
+        text = "".join(server.log)
+    assert f"tcp://127.0.0.1:{server.port}" in text
+    assert "ready in" in text
+    assert "plugins    connection, server, stats, vstore, kvprefix" in text
+
+
+def run_server(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pion", "server", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_server("--port", str(port))
+    assert done.returncode == 2
+    assert f"can't listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--host", "0.0.0.0"), "there is no password"),
+        (("-w", "2"), "this version runs one worker"),
+        (("--plugins", "nope"), "no plugin named nope"),
+        (("--plugins-dir", "/nonexistent"), "not a directory"),
+        (("--port", "70000"), "--port: expected an integer from 0 to 65535"),
+        (("--requirepass-file", "/nonexistent"), "--requirepass-file /nonexistent: No such file"),
+        (("--unix", "/nonexistent/pion.sock"), "can't listen on the Unix socket"),
+    ],
+)
+def test_a_bad_option_refuses_the_start(args: tuple[str, ...], message: str) -> None:
+    done = run_server("--port", "0", *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_every_option() -> None:
+    from pion.config import fields, flag_name
+
+    done = run_server("--help")
+    assert done.returncode == 0
+    for field in fields():
+        assert f"--{flag_name(field)}" in done.stdout
+
+
+async def ask(stream: trio.abc.Stream, request: bytes) -> bytes:
+    await stream.send_all(request)
+    return bytes(await stream.receive_some(4096))
+
+
+async def test_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "pion.sock"
+    async with running_server(Config(unix=str(path))):
+        assert path.stat().st_mode & 0o077 == 0
+        async with await trio.open_unix_socket(str(path)) as stream:
+            assert await ask(stream, b"PING\r\n") == b"+PONG\r\n"
+    assert not path.exists()
+
+
+async def test_a_stale_unix_socket_is_replaced_and_a_living_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pion.sock"
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()
+    async with running_server(Config(unix=str(path))):
+        with pytest.RaisesGroup(pytest.RaisesGroup(StartupError, flatten_subgroups=True), flatten_subgroups=True):
+            async with running_server(Config(unix=str(path))):
+                pytest.fail("two servers on one socket")
+        async with await trio.open_unix_socket(str(path)) as stream:
+            assert await ask(stream, b"PING\r\n") == b"+PONG\r\n"
+
+
+async def test_the_password_file_guards_everything(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("s3cret\n")
+    async with running_server(Config(requirepass_file=str(file))) as started:
+        stream = await trio.open_tcp_stream("127.0.0.1", started.port)
+        async with stream:
+            assert (await ask(stream, b"PING\r\n")).startswith(b"-NOAUTH")
+            assert (await ask(stream, b"AUTH wrong\r\n")).startswith(b"-WRONGPASS")
+            assert await ask(stream, b"AUTH s3cret\r\n") == b"+OK\r\n"
+            assert await ask(stream, b"PING\r\n") == b"+PONG\r\n"
+
+
+async def test_hooks_run_in_the_order_of_a_life(tmp_path: Path) -> None:
+    (tmp_path / "trace.py").write_text(TRACE_PLUGIN)
+    async with running_server(Config(plugins_dir=str(tmp_path))) as started:
+        events = started.services.state["trace"]
+        assert events == ["startup", "service starts"]
+        async with await trio.open_tcp_stream("127.0.0.1", started.port) as stream:
+            assert await ask(stream, b"PING\r\n") == b"+PONG\r\n"
+        with trio.fail_after(5):
+            while events[-1] != "disconnect":
+                await trio.sleep(0.01)
+    assert events == ["startup", "service starts", "disconnect", "service ends", "shutdown"]
+
+
+@pytest.mark.parametrize("hook", ["startup", "register_services", "register_info", "register_disconnect"])
+async def test_a_failing_hook_names_the_plugin(tmp_path: Path, hook: str) -> None:
+    (tmp_path / "bad.py").write_text(f"from pion import hookimpl\n@hookimpl\ndef {hook}(services):\n    1 / 0\n")
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(PluginError, match=f"plugin bad: {hook} failed"), flatten_subgroups=True, allow_unwrapped=True
+    ):
+        async with running_server(Config(plugins_dir=str(tmp_path))):
+            pytest.fail("started")
+
+
+async def test_harness_runs_commands_without_sockets() -> None:
+    harness = make_harness()
+    other = harness.client()
+    assert other.context.session.id != harness.context.session.id
+    assert repr(await harness.call("PING")) == "Simple('PONG')"
+    other.disconnect()
+    assert len(harness.services.clients) == 1
