@@ -32,6 +32,10 @@ class ProtocolError(PionError):
         super().__init__(f"Protocol error: {detail}")
 
 
+class ConnectionLostError(PionError):
+    """The peer or this side closed the connection, or the network failed. Nothing can be answered any more."""
+
+
 class CommandError(PionError):
     """A command was refused. Nothing changed; the connection stays usable."""
 

@@ -10,6 +10,9 @@ from pion.replies import NO_REPLY, Blob, Buffer, ErrorReply, Map, Simple, Stream
 
 Part: TypeAlias = Buffer | Stream
 
+JOINED_BYTES: Final = 4096
+"""A bulk string up to here is cheaper to copy into one buffer with its header than to send as three."""
+
 _INTEGERS: Final = tuple(b":%d\r\n" % n for n in range(1024))
 _CRLF: Final = b"\r\n"
 
@@ -55,7 +58,10 @@ def _float(reply: float, resp: int, out: list[Part]) -> None:
 
 
 def _bytes(reply: bytes, resp: int, out: list[Part]) -> None:
-    out.append(b"$%d\r\n%b\r\n" % (len(reply), reply))
+    if len(reply) <= JOINED_BYTES:
+        out.append(b"$%d\r\n%b\r\n" % (len(reply), reply))
+    else:
+        out += (b"$%d\r\n" % len(reply), reply, _CRLF)
 
 
 def _memoryview(reply: memoryview, resp: int, out: list[Part]) -> None:

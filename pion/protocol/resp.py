@@ -50,15 +50,14 @@ class Refused(list[Buffer]):
 class RespParser:
     """Parses the requests of one connection.
 
-    `allocate(n)` returns writable memory for a payload of n bytes, or None to refuse it. `reserve(n)` is told that n more
-    bytes of short arguments are held for an unfinished request; False refuses the request. Set `restricted` while the
-    client must still authenticate: the small limits apply then.
+    `allocate(n)` returns writable memory for a payload of n bytes, or None to refuse it. `reserve(n)` is told that n
+    more bytes of short arguments are held for an unfinished request; False refuses the request. Set `restricted` while
+    the client must still authenticate: the small limits apply then.
     """
 
     __slots__ = (
         "_allocate",
         "_argv",
-        "_crlf",
         "_data",
         "_held",
         "_index",
@@ -70,8 +69,10 @@ class RespParser:
         "_position",
         "_refused",
         "_reserve",
+        "_reserved",
         "_target",
         "_walkable",
+        "need_data",
         "payload_left",
         "restricted",
     )
@@ -97,12 +98,14 @@ class RespParser:
         self._argv: Request | None = None
         self._missing = 0
         self._length = -1
-        self._crlf = False
         self._held = 0
         self._refused = 0
+        self._reserved = False
         self._target: memoryview | None = None
         self.payload_left = 0
         """Bytes of the current payload still to come, without its CRLF."""
+        self.need_data = True
+        """The last `requests` call stopped because the data ended, not because of its limit."""
 
     def feed(self, data: bytes) -> None:
         """Give the next bytes of the stream. Take all requests out first, else the rest is copied."""
@@ -132,31 +135,50 @@ class RespParser:
             self._target = self._target[nbytes:] if self.payload_left else None
 
     @property
+    def in_request(self) -> bool:
+        """A request has begun whose header is complete; reservations, if any, belong to it."""
+        return self._argv is not None
+
+    @property
     def between_requests(self) -> bool:
         """Nothing of an unfinished request has arrived."""
-        return self._argv is None and (
-            self._position >= len(self._data) if not self._walkable or not self._lines else self._at_end()
-        )
+        return not self._walkable and self._argv is None and self._position >= len(self._data)
 
     def next_request(self) -> Request | None:
         """The next complete request, or None if more data is needed. Raises `ProtocolError`."""
-        found = self.requests(1)
-        return found[0] if found else None
+        while True:
+            found = self.requests(1)
+            if found or self.need_data:
+                return found[0] if found else None
 
     def requests(self, limit: int) -> list[Request]:
-        """Up to `limit` complete requests; fewer, or none, if more data is needed.
+        """Up to `limit` complete requests.
 
-        Raises `ProtocolError` once the requests before the bad one have been taken out. The parser is useless after it.
+        Fewer may come, or none, without `need_data`: requests without arguments count for the limit but are left out,
+        and a request that reserved memory is the last of its batch, so that the caller knows which one to release it
+        for. Raises `ProtocolError` once the requests before the bad one have been taken out; the parser is useless
+        after it.
         """
         found: list[Request] = []
+        self.need_data = False
         if self._walkable:
-            self._walk(found, limit)
+            if self.restricted:
+                self._leave_walk()
+            else:
+                self._walk(found, limit)
+                if self._walkable:
+                    return found
         try:
-            while len(found) < limit and not self._walkable:
+            for _ in range(limit - len(found)):
                 request = self._step()
                 if request is None:
+                    self.need_data = True
                     break
-                found.append(request)
+                if request:
+                    found.append(request)
+                    if self._reserved:
+                        self._reserved = False
+                        break
         except ProtocolError:
             if not found:
                 raise
@@ -174,10 +196,9 @@ class RespParser:
         last = len(lines) - 1  # what follows the last CRLF is no complete line
         room = limit - len(found)
         counts, lengths = _COUNTS, _LENGTHS
-        longest = UNAUTHENTICATED_ARGS if self.restricted else 64
         while room:
             count = counts.get(lines[index])
-            if count is None or count > longest:
+            if count is None:
                 break
             end = index + 2 * count + 1
             if end > last:
@@ -190,8 +211,6 @@ class RespParser:
             else:
                 arguments = lines[index + 2 : end : 2]
                 if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
-                    break
-                if self.restricted and max(map(len, arguments)) > UNAUTHENTICATED_BULK_BYTES:
                     break
                 found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
             index = end
@@ -207,15 +226,14 @@ class RespParser:
             self._position += sum(map(len, lines[: self._index])) + 2 * self._index
         self._lines = []
         self._walkable = False
-
-    def _at_end(self) -> bool:
-        return self._index == len(self._lines) - 1 and not self._lines[-1]
+        if self._position >= len(self._data):
+            self._data, self._position = b"", 0
 
     # -- the general way ------------------------------------------------------------------------------------------
 
     def _step(self) -> Request | None:
-        """One request from the current position, or None if the data ends before it does."""
-        while self._argv is None:
+        """One request from the current position, an empty one included, or None if the data ends before it does."""
+        if self._argv is None:
             if self._position >= len(self._data):
                 return None
             if self._data[self._position] != 0x2A:
@@ -226,17 +244,16 @@ class RespParser:
                 if self.restricted and len(arguments) > UNAUTHENTICATED_ARGS:
                     raise ProtocolError("unauthenticated multibulk length")
                 self._position += len(line) + 1
-                if arguments:
-                    return arguments  # type: ignore[return-value]
-                continue
+                return arguments  # type: ignore[return-value]  # list[bytes] is a list of buffers
             line = self._header_line("mbulk count")
             if line is None:
                 return None
             count = self._multibulk_length(line)
             self._position += len(line) + 2
-            if count > 0:
-                self._argv = []
-                self._missing = count
+            if count == 0:
+                return []
+            self._argv = []
+            self._missing = count
         start = self._position
         before = len(self._argv)
         while self._missing:
@@ -288,12 +305,13 @@ class RespParser:
         self._target = None
         if self._refused:
             return
+        self._reserved = True
         memory = self._allocate(length)
         if memory is None:
             self._refuse(argv, length)
             return
         self._target = memory
-        argv.append(memory)
+        argv.append(memory.toreadonly())
 
     def _payload(self) -> bool:
         available = len(self._data) - self._position
@@ -316,12 +334,14 @@ class RespParser:
         """Charge what an unfinished request holds, once it is more than one argument may be."""
         self._held += nbytes + arguments * ARGUMENT_OVERHEAD_BYTES
         if self._held > INLINE_ARG_BYTES and self._argv is not None and not self._refused:
+            self._reserved = True
             if not self._reserve(self._held):
                 self._refuse(self._argv, self._held)
             self._held = 0
 
     def _refuse(self, argv: Request, nbytes: int) -> None:
         self._refused = nbytes
+        self._target = None
         del argv[1:]
 
     # -- lines and numbers ----------------------------------------------------------------------------------------

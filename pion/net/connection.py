@@ -1,0 +1,303 @@
+"""One client: receive, parse, run, reply, until it leaves or must go.
+
+Theory of operation. Each connection is one task that alternates between receiving and answering. That alternation is
+the back-pressure: while a client doesn't read its replies, nothing more of its requests is read or run, so what one
+client can make the server hold is one read chunk, one batch of small replies or one bulk reply, and one payload out of
+the shared receive budget.
+
+No request pays for a timer. The table's watcher looks at each connection's `phase` and `progress` once a second and
+disconnects those without progress; an idle connection is closed by closing its transport, which wakes the waiting
+task.
+
+Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each MiB moved, the replies so far are
+sent and the loop runs the other tasks once.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter_ns
+from typing import Final
+
+import numpy as np
+import trio
+
+from pion.config import COMMANDS_PER_TURN, INLINE_ARG_BYTES, MIB, PAYLOAD_SLICE_BYTES, READ_CHUNK_BYTES
+from pion.context import Context, Services, Session
+from pion.dispatch import Dispatcher
+from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.net.sending import Sender
+from pion.net.table import ConnectionTable, Phase
+from pion.net.transport import Transport
+from pion.protocol.encode import Part, encode, error_line
+from pion.protocol.resp import Refused, Request, RespParser
+from pion.replies import ErrorReply, Simple, Stream
+
+logger = logging.getLogger("pion.net")
+
+TURN_NS: Final = 1_000_000
+"""Work of one connection before the others get the loop: what another client's PING may have to wait."""
+
+FLUSH_BYTES: Final = 64 * 1024
+"""Replies of a batch are sent together up to this size; one more bulk reply is then sent by itself."""
+
+LINGER_S: Final = 1.0
+LINGER_BYTES: Final = MIB
+"""After a protocol error the rest of what the client sent is read away for so long: closing a socket that holds unread
+bytes would reset the connection, and the client might never see the error."""
+
+
+class Connection:
+    """Serves one client over a transport."""
+
+    def __init__(
+        self, transport: Transport, services: Services, dispatcher: Dispatcher, table: ConnectionTable
+    ) -> None:
+        config = services.config
+        self._transport = transport
+        self._services = services
+        self._execute = dispatcher.execute
+        self._table = table
+        self._sender = Sender(transport)
+        self._scope = trio.CancelScope()
+        now_s = services.clock.wall_s()
+        self.session = Session(
+            id=services.clients.next_id(),
+            addr=transport.peer,
+            laddr=transport.local,
+            authenticated=not config.requirepass,
+            created_s=now_s,
+            active_s=now_s,
+            kill=self.kill,
+        )
+        self._context = Context(self.session, services, dispatcher)
+        self._parser = RespParser(
+            max_bulk_bytes=config.max_bulk_bytes,
+            max_args=config.max_args,
+            allocate=self._allocate,
+            reserve=self._reserve,
+        )
+        self._parser.restricted = not self.session.authenticated
+        self._reserved = 0
+        self._commands = 0
+        self._turn_end_ns = 0
+        self._received = 0
+        self._maybe_more = False
+        self._phase = Phase.RUNNING
+
+    @property
+    def phase(self) -> Phase:
+        """What the connection waits for."""
+        return Phase.SENDING if self._sender.blocked else self._phase
+
+    @property
+    def progress(self) -> int:
+        """Grows with every receive and every send that moved bytes."""
+        return self._received + self._sender.progress
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of the bulk reply being sent that the system has not taken."""
+        return self._sender.unsent
+
+    def kill(self) -> None:
+        """End the connection at once: nothing more is sent."""
+        self._transport.close()
+        self._scope.cancel()
+
+    def close_idle(self) -> None:
+        """End a connection that waits for its next request."""
+        self._transport.close()
+
+    async def run(self) -> None:
+        """Serve until the client leaves, breaks the protocol, is killed or the server drains.
+
+        Errors of this client and of its commands never get out. Cancellation closes the connection; whether a command
+        that was running took effect is unknown.
+        """
+        session = self.session
+        self._services.clients.add(session)
+        self._table.add(self)
+        try:
+            with self._scope:
+                await self._serve()
+        except ConnectionLostError as error:
+            logger.debug("client %s lost: %s", session.addr, error)
+        except Exception:
+            logger.exception("client %s: unexpected error, connection closed", session.addr)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._transport.close()
+        self._table.remove(self)
+        self._services.clients.remove(self.session)
+        self._table.budget.release(self._reserved)
+        self._reserved = 0
+        for callback in self._services.state.get("disconnect", ()):
+            try:
+                callback(self.session)
+            except Exception:
+                logger.exception("client %s: a disconnect callback failed", self.session.addr)
+
+    async def _serve(self) -> None:
+        parser, session, table = self._parser, self.session, self._table
+        try:
+            while True:
+                requests = parser.requests(1 if parser.restricted else COMMANDS_PER_TURN)
+                if requests:
+                    await self._run_batch(requests)
+                    if session.closing:
+                        return
+                    parser.restricted = not session.authenticated
+                elif not parser.need_data:
+                    await self._yield()
+                elif parser.payload_left:
+                    if not await self._receive_payload():
+                        return
+                elif (table.draining and parser.between_requests) or not await self._receive():
+                    return
+        except ProtocolError as error:
+            await self._sender.send(error_line(error.code, str(error)))
+            await self._linger()
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    async def _run_batch(self, requests: list[Request]) -> None:
+        execute, context, session = self._execute, self._context, self.session
+        refused = requests[-1]
+        if type(refused) is Refused:
+            requests.pop()
+        out: list[Part] = []
+        nbytes = 0
+        session.active_s = self._services.clock.wall_s()
+        session.commands += len(requests)
+        if not self._commands:
+            self._turn_end_ns = perf_counter_ns() + TURN_NS
+        for argv in requests:
+            reply = await execute(context, argv)
+            if session.reply_off or session.reply_skip:
+                if session.reply_skip:
+                    session.reply_skip -= 1
+            elif type(reply) is Simple:
+                out.append(reply.wire)
+            else:
+                first = len(out)
+                encode(reply, session.resp, out)
+                nbytes += _size(out, first)
+            if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
+                await self._flush(out, nbytes)
+                nbytes = 0
+                if session.closing:
+                    return
+                await self._yield()
+        if isinstance(refused, Refused):
+            encode(self._refuse(refused), session.resp, out)
+        await self._flush(out, nbytes)
+        if self._reserved and not self._parser.in_request and session.transaction is None:
+            self._table.budget.release(self._reserved)
+            self._reserved = 0
+        self._commands += len(requests)
+        if self._commands >= COMMANDS_PER_TURN:
+            await self._yield()
+
+    async def _yield(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._commands = 0
+        self._turn_end_ns = perf_counter_ns() + TURN_NS
+
+    async def _flush(self, out: list[Part], nbytes: int) -> None:
+        if not out:
+            return
+        if nbytes <= FLUSH_BYTES and not any(type(part) is Stream for part in out):
+            await self._sender.send(b"".join(out))  # type: ignore[arg-type]  # no Stream among them
+        else:
+            await self._sender.send_parts(out, nbytes)
+        out.clear()
+
+    def _refuse(self, request: Refused) -> ErrorReply:
+        if self.session.transaction is not None:
+            self.session.transaction.failed = True
+        limit = self._services.config.max_receiving_bytes
+        return ErrorReply(
+            OutOfMemoryError.code, f"no memory to receive {request.nbytes} bytes now (max-receiving is {limit} bytes)"
+        )
+
+    # -- receiving ------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> bool:
+        """Feed the parser; False at the end of the stream."""
+        transport = self._transport
+        data = transport.recv_nowait(READ_CHUNK_BYTES) if self._maybe_more else None
+        while data is None:
+            self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
+            await transport.wait_readable()
+            self._phase = Phase.RUNNING
+            self._commands = 0
+            data = transport.recv_nowait(READ_CHUNK_BYTES)
+        # After a short read the socket is most likely empty: waiting at once saves a call that would say so.
+        self._maybe_more = len(data) == READ_CHUNK_BYTES
+        self._received += 1
+        self._parser.feed(data)
+        return bool(data)
+
+    async def _receive_payload(self) -> bool:
+        """Receive the payload, up to its last byte, into its own memory; False at the end of the stream."""
+        parser, transport, scratch = self._parser, self._transport, self._table.scratch
+        self._phase = Phase.RECEIVING
+        while parser.payload_left:
+            target = parser.target()
+            left = parser.payload_left
+            if target is None:
+                target = scratch[READ_CHUNK_BYTES:]
+            target = target[:PAYLOAD_SLICE_BYTES][:left]
+            last = len(target) == left
+            received = transport.recv_into_nowait([target, scratch[:READ_CHUNK_BYTES]] if last else [target])
+            if received is None:
+                transport.receiving_bulk(left + 2)
+                await transport.wait_readable()
+                continue
+            if received == 0:
+                return False
+            self._received += 1
+            surplus = received - len(target)
+            parser.filled(min(received, len(target)))
+            if surplus > 0:
+                parser.feed(bytes(scratch[:surplus]))
+            elif not last:
+                await trio.lowlevel.checkpoint()
+        transport.receiving_bulk(0)
+        self._maybe_more = True
+        self._phase = Phase.RUNNING
+        return True
+
+    def _allocate(self, nbytes: int) -> memoryview | None:
+        if not self._reserve(nbytes):
+            return None
+        return np.empty(nbytes, np.uint8).data
+
+    def _reserve(self, nbytes: int) -> bool:
+        if not self._table.budget.reserve(nbytes, self._services.config.max_receiving_bytes):
+            return False
+        self._reserved += nbytes
+        return True
+
+    async def _linger(self) -> None:
+        self._transport.finish_sending()
+        dropped = 0
+        with trio.move_on_after(LINGER_S):
+            while dropped < LINGER_BYTES:
+                received = self._transport.recv_into_nowait([self._table.scratch])
+                if received is None:
+                    await self._transport.wait_readable()
+                elif received == 0:
+                    return
+                else:
+                    dropped += received
+
+
+def _size(out: list[Part], first: int) -> int:
+    return sum(part.nbytes if isinstance(part, (memoryview, Stream)) else len(part) for part in out[first:])
+
+
+assert READ_CHUNK_BYTES > INLINE_ARG_BYTES  # noqa: S101  a chunk must be able to hold a whole short argument

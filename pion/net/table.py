@@ -1,0 +1,118 @@
+"""The open connections of one worker: their shared receive memory, their time-outs, and which of them must go."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import trio
+
+from pion.config import PAYLOAD_SLICE_BYTES
+from pion.context import Services
+from pion.net.budget import ReceiveBudget
+
+if TYPE_CHECKING:
+    from pion.net.connection import Connection
+
+logger = logging.getLogger("pion.net")
+
+WATCH_INTERVAL_S: Final = 1.0
+"""How often time-outs are looked at: they are minutes, and looking costs the loop, not each request."""
+
+
+class Phase(enum.Enum):
+    """What a connection waits for."""
+
+    IDLE = "idle"
+    """The next request."""
+    RECEIVING = "receiving"
+    """The rest of a request."""
+    RUNNING = "running"
+    """A command, or its turn."""
+    SENDING = "sending"
+    """The peer, to take more of a reply."""
+
+
+@attrs.frozen
+class NetStatistics:
+    """`receiving_bytes` are reserved for requests, `unsent_bytes` are what bulk replies still have to send."""
+
+    connections: int
+    receiving_bytes: int
+    receiving_refused: int
+    unsent_bytes: int
+    timed_out: int
+    slow_readers_dropped: int
+
+
+@attrs.define(eq=False)
+class ConnectionTable:
+    """Shared by the connections of one worker; owns no task but `watch`, which the listener starts."""
+
+    _services: Services
+    budget: ReceiveBudget = attrs.field(factory=ReceiveBudget, init=False)
+    draining: bool = attrs.field(default=False, init=False)
+    scratch: memoryview = attrs.field(init=False)
+    """Where refused payloads and the bytes after a payload land; used between two checkpoints only."""
+    _connections: dict[Connection, tuple[int, float]] = attrs.field(factory=dict, init=False)
+    """Each with the progress last seen and since when."""
+    _timed_out: int = attrs.field(default=0, init=False)
+    _slow_readers_dropped: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.scratch = memoryview(bytearray(PAYLOAD_SLICE_BYTES))
+
+    def add(self, connection: Connection) -> None:
+        """A connection opened."""
+        self._connections[connection] = (-1, trio.current_time())
+
+    def remove(self, connection: Connection) -> None:
+        """A connection closed."""
+        self._connections.pop(connection, None)
+
+    def statistics(self) -> NetStatistics:
+        """Counts for INFO."""
+        return NetStatistics(
+            connections=len(self._connections),
+            receiving_bytes=self.budget.used,
+            receiving_refused=self.budget.refused,
+            unsent_bytes=sum(connection.unsent for connection in self._connections),
+            timed_out=self._timed_out,
+            slow_readers_dropped=self._slow_readers_dropped,
+        )
+
+    def drain(self) -> None:
+        """Close the idle connections; the others close when the request they are in is answered."""
+        self.draining = True
+        for connection in list(self._connections):
+            if connection.phase is Phase.IDLE:
+                connection.close_idle()
+
+    async def watch(self) -> None:
+        """Disconnect what made no progress for too long. Runs until cancelled; cancellation has no effect."""
+        while True:
+            config = self._services.config
+            shortest = min(config.send_timeout_s, config.receive_timeout_s, config.idle_timeout_s or WATCH_INTERVAL_S)
+            await trio.sleep(min(WATCH_INTERVAL_S, shortest / 4))
+            self._inspect(trio.current_time())
+
+    def _inspect(self, now_s: float) -> None:
+        config = self._services.config
+        limits = {
+            Phase.IDLE: config.idle_timeout_s,
+            Phase.RECEIVING: config.receive_timeout_s,
+            Phase.SENDING: config.send_timeout_s,
+            Phase.RUNNING: 0.0,
+        }
+        for connection, (seen, since_s) in list(self._connections.items()):
+            phase, progress = connection.phase, connection.progress
+            if progress != seen or phase is Phase.RUNNING:
+                self._connections[connection] = (progress, now_s)
+                continue
+            limit_s = limits[phase]
+            if limit_s and now_s - since_s >= limit_s:
+                self._timed_out += 1
+                logger.info("client %s: %s for %.1f s, closed", connection.session.addr, phase.value, now_s - since_s)
+                connection.kill()

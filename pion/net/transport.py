@@ -1,0 +1,182 @@
+"""The seam between a connection and the operating system: non-blocking calls, two waits, errors in our own words.
+
+Calls that end in `_nowait` return None where the system says "would block"; the caller then awaits `wait_readable` or
+`wait_writable`. Trying first saves the event loop's round for data that is already there. Each call either has its
+whole effect or none, so a cancelled wait loses nothing; what a half-sent reply means is the connection's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import trio
+
+from pion.config import PAYLOAD_SLICE_BYTES
+from pion.errors import ConnectionLostError
+from pion.replies import Buffer
+
+NOTSENT_BYTES: Final = 16 * 1024
+"""Kernel memory for bytes of small replies that the network has not taken yet."""
+
+NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
+"""The same while a bulk reply is sent: one slice more in the kernel keeps the sender from waking for every 16 KiB."""
+
+
+class Transport(Protocol):
+    """A connected byte stream. Implemented by `SocketTransport` and, for tests, `pion.net.memory.MemoryTransport`."""
+
+    peer: str
+    local: str
+
+    def recv_nowait(self, max_bytes: int) -> bytes | None:
+        """Bytes that have arrived, b"" at the end of the stream. Raises `ConnectionLostError`."""
+
+    def recv_into_nowait(self, buffers: Sequence[memoryview]) -> int | None:
+        """Fill the buffers in order; the bytes received, 0 at the end of the stream. Raises `ConnectionLostError`."""
+
+    def send_nowait(self, data: Buffer) -> int | None:
+        """Send a first part of `data`; the bytes sent. Raises `ConnectionLostError`."""
+
+    def sendmsg_nowait(self, buffers: Sequence[Buffer]) -> int | None:
+        """Send a first part of the buffers, at most 1,024 of them. Raises `ConnectionLostError`."""
+
+    async def wait_readable(self) -> None:
+        """Until a receive may succeed. Cancellation: no effect. Raises `ConnectionLostError` after `close`."""
+
+    async def wait_writable(self) -> None:
+        """Until a send may succeed. Cancellation: no effect. Raises `ConnectionLostError` after `close`."""
+
+    def receiving_bulk(self, nbytes: int) -> None:
+        """Hint: `nbytes` are expected (0: unknown), so waking up for fewer is not worth it."""
+
+    def sending_bulk(self, bulk: bool) -> None:
+        """Hint: a bulk reply is being sent, or no longer."""
+
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more will come; receiving goes on."""
+
+    def close(self) -> None:
+        """Close at once; a task that waits gets `ConnectionLostError`. Closing twice is fine."""
+
+
+class SocketTransport:
+    """A TCP or Unix stream socket. Takes over the socket of `trio.socket`."""
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        # The standard library's socket inside Trio's: its calls don't go through the event loop when data is there.
+        self._socket: socket.socket = sock._sock  # type: ignore[attr-defined]
+        self._trio_socket = sock
+        self._fd = sock.fileno()
+        self._low_water = 1
+        self._bulk = False
+        self.peer = _name(_address(self._socket.getpeername))
+        self.local = _name(_address(self._socket.getsockname))
+        self._tcp = self._socket.family != socket.AF_UNIX
+        if self._tcp:
+            self._option(socket.IPPROTO_TCP, "TCP_NODELAY", 1)
+        self._notsent(NOTSENT_BYTES)
+
+    def recv_nowait(self, max_bytes: int) -> bytes | None:
+        """See `Transport`."""
+        try:
+            return self._socket.recv(max_bytes)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def recv_into_nowait(self, buffers: Sequence[memoryview]) -> int | None:
+        """See `Transport`."""
+        try:
+            if len(buffers) == 1:
+                return self._socket.recv_into(buffers[0])
+            return self._socket.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def send_nowait(self, data: Buffer) -> int | None:
+        """See `Transport`."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def sendmsg_nowait(self, buffers: Sequence[Buffer]) -> int | None:
+        """See `Transport`."""
+        try:
+            return self._socket.sendmsg(buffers)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    async def wait_readable(self) -> None:
+        """See `Transport`."""
+        try:
+            await trio.lowlevel.wait_readable(self._fd)
+        except (trio.ClosedResourceError, OSError) as error:
+            raise ConnectionLostError("closed by this side") from error
+
+    async def wait_writable(self) -> None:
+        """See `Transport`."""
+        try:
+            await trio.lowlevel.wait_writable(self._fd)
+        except (trio.ClosedResourceError, OSError) as error:
+            raise ConnectionLostError("closed by this side") from error
+
+    def receiving_bulk(self, nbytes: int) -> None:
+        """See `Transport`. Set only when it changes: it is a system call."""
+        low_water = max(1, min(nbytes, PAYLOAD_SLICE_BYTES))
+        if low_water != self._low_water:
+            self._low_water = low_water
+            self._option(socket.SOL_SOCKET, "SO_RCVLOWAT", low_water)
+
+    def sending_bulk(self, bulk: bool) -> None:
+        """See `Transport`."""
+        if bulk != self._bulk:
+            self._bulk = bulk
+            self._notsent(NOTSENT_BULK_BYTES if bulk else NOTSENT_BYTES)
+
+    def finish_sending(self) -> None:
+        """See `Transport`."""
+        with contextlib.suppress(OSError):  # the peer may be gone already, and then there is no one to tell
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._trio_socket.close()  # wakes waiting tasks first
+        self._fd = -1
+
+    def _notsent(self, nbytes: int) -> None:
+        if self._tcp:
+            self._option(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", nbytes)
+
+    def _option(self, level: int, name: str, value: int) -> None:
+        """Set a socket option that only tunes: a platform without it, or that refuses the value, works without."""
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(level, option, value)
+
+
+def _address(ask: object) -> object:
+    try:
+        return ask()  # type: ignore[operator]
+    except OSError as error:  # the peer closed before we looked
+        raise ConnectionLostError(str(error)) from error
+
+
+def _name(address: object) -> str:
+    """As CLIENT LIST shows it: host:port, [host]:port or the path of a Unix socket."""
+    if isinstance(address, tuple):
+        host, port = address[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    path = address.decode(errors="backslashreplace") if isinstance(address, bytes) else str(address)
+    return f"{path}:0"
