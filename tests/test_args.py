@@ -31,8 +31,9 @@ def test_integer_round_trip(value: int) -> None:
         b"2147483648",
         b"9223372036854775808",
         b"9" * 400,
-    ]
-    + ["\N{ARABIC-INDIC DIGIT ONE}".encode(), b"1\x00"],
+        "\N{ARABIC-INDIC DIGIT ONE}".encode(),
+        b"1\x00",
+    ],
 )
 def test_integer_refused(raw: bytes) -> None:
     with pytest.raises(CommandError, match="start_id must be an integer from 0 to 2147483647, got"):

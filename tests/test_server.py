@@ -34,6 +34,7 @@ import trio
 from pion import hookimpl
 
 events = []
+disconnected = trio.Event()
 
 async def service(*, task_status):
     events.append("service starts")
@@ -46,6 +47,7 @@ async def service(*, task_status):
 @hookimpl
 def startup(services):
     services.state["trace"] = events
+    services.state["disconnected"] = disconnected
     events.append("startup")
 
 @hookimpl
@@ -54,7 +56,10 @@ def register_services(services):
 
 @hookimpl
 def register_disconnect(services):
-    return lambda session: events.append("disconnect")
+    def note(session):
+        events.append("disconnect")
+        disconnected.set()
+    return note
 
 @hookimpl
 def shutdown(services):
@@ -215,8 +220,7 @@ async def test_hooks_run_in_the_order_of_a_life(tmp_path: Path) -> None:
         async with await trio.open_tcp_stream("127.0.0.1", started.port) as stream:
             assert await ask(stream, b"PING\r\n") == b"+PONG\r\n"
         with trio.fail_after(5):
-            while events[-1] != "disconnect":
-                await trio.sleep(0.01)
+            await started.services.state["disconnected"].wait()
     assert events == ["startup", "service starts", "disconnect", "service ends", "shutdown"]
 
 

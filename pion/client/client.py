@@ -142,9 +142,7 @@ class PionClient:
         """Create a session of one format and width, or of a schema (`"fp16@512*2,int8@512*12"`)."""
         self._call(commands.v_create(sid, dim, fmt, schema))
 
-    def v_store_batch(
-        self, sid: Name, layer: int, start: int, count: int, rows: object, *, as_: Wire = "fp32"
-    ) -> None:
+    def v_store_batch(self, sid: Name, layer: int, start: int, count: int, rows: object, *, as_: Wire = "fp32") -> None:
         """Store `count` rows from token `start` on; `rows` is a C-contiguous buffer, sent without a copy."""
         self._call(commands.v_store_batch(sid, layer, start, count, rows, as_))
 
@@ -160,9 +158,7 @@ class PionClient:
         """The named rows in that order, shape (len(ids), values)."""
         return self._call(commands.v_fetch_ids(sid, layer, ids, as_))
 
-    def v_fetch_batch(
-        self, sid: Name, ranges: Sequence[tuple[int, int, int]], *, as_: Wire = "fp32"
-    ) -> list[Rows]:
+    def v_fetch_batch(self, sid: Name, ranges: Sequence[tuple[int, int, int]], *, as_: Wire = "fp32") -> list[Rows]:
         """Several (layer, start, end) of one session in one round trip and one atomic view."""
         return self._call(commands.v_fetch_batch(sid, ranges, as_))
 
@@ -276,9 +272,7 @@ class PionClient:
         Raises the first error the server gives; what was not sent by then is not sent, and the half-filled prefix, which
         nobody could see, is dropped by closing the connection.
         """
-        options = commands.register_options(
-            blocks, prefill_ms, len(layers), tokens, None, meta, parent, ex_s, pin
-        )
+        options = commands.register_options(blocks, prefill_ms, len(layers), tokens, None, meta, parent, ex_s, pin)
         return self._lines.store(
             commands.prefix_register_schema(ns, k_runs, v_runs, options),
             commands.prefix_stores(ns, layers, tokens, as_),
