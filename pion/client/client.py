@@ -39,7 +39,7 @@ class PionClient:
     """A connection to a Pion server, opened at the first call and opened again when it was lost.
 
     Thread-safe: calls from several threads take turns on one connection. A `prefix_lookup` that waits uses a connection
-    of its own, so that it doesn't hold up the thread that fills the prefix. Fork-safe: a child opens its own connection.
+    of its own, so that it doesn't hold up the thread that fills the prefix. Fork-safe: a child opens its own.
 
     Args:
         host, port: where the server listens.
@@ -49,13 +49,13 @@ class PionClient:
         timeout_s: longest silence (no byte sent or received) in one call, seconds; None waits for ever. A `wait_ms` is
             added to it.
         retries: how many more times a call that only reads is tried when the connection was lost, with growing pauses
-            between. A write is repeated only if nothing of it can have been received.
+            between. A write is never sent twice; it waits in the same way for a connection that can't be made.
         max_reply_bytes: a longer reply is refused before memory is taken for it.
         receive_buffer_bytes: SO_RCVBUF; None leaves it to the kernel, which adapts it.
 
-    Every method raises the errors of `pion.client.errors`: a `ServerError` when the server refuses (the connection stays
-    usable), a `TransportError` when the exchange did not complete (the connection is closed, the next call opens a new
-    one). No method ever returns part of a reply.
+    Every method raises the errors of `pion.client.errors`: a `ServerError` when the server refuses (the connection
+    stays usable), a `TransportError` when the exchange did not complete (the connection is closed, the next call opens
+    a new one). No method ever returns part of a reply.
     """
 
     def __init__(
@@ -263,14 +263,14 @@ class PionClient:
         Args:
             ns: the namespace.
             k_runs, v_runs: formats and widths per side, `"fp32@192*30"`.
-            layers: per layer the K and V rows, `tokens` each, in the form `as_` names; sent without a copy, so they must
-                not change until the call returns. A side of width 0 is None.
+            layers: per layer the K and V rows, `tokens` each, in the form `as_` names; sent without a copy, so they
+                must not change until the call returns. A side of width 0 is None.
             tokens: rows per layer and side.
             as_: the form the rows are in.
             blocks, prefill_ms, meta, parent, ex_s, pin: as in `prefix_register`.
 
-        Raises the first error the server gives; what was not sent by then is not sent, and the half-filled prefix, which
-        nobody could see, is dropped by closing the connection.
+        Raises the first error the server gives; what was not sent by then is not sent, and the half-filled prefix,
+        which nobody could see, is dropped by closing the connection.
         """
         options = commands.register_options(blocks, prefill_ms, len(layers), tokens, None, meta, parent, ex_s, pin)
         return self._lines.store(
@@ -315,8 +315,8 @@ class PionClient:
     ) -> int:
         """The whole prefix in one round trip, received straight into the caller's memory.
 
-        Bulk `2 * layer` is K, `2 * layer + 1` is V. For each bulk in order `receive(index, nbytes)` says where it goes and
-        `done(index)` is told when it is there, while the kernel goes on receiving. One small buffer may serve for all:
+        Bulk `2 * layer` is K, `2 * layer + 1` is V. For each bulk in order `receive(index, nbytes)` says where it goes
+        and `done(index)` is told when it is there, while the kernel goes on receiving. One buffer may serve for all:
 
             scratch = np.empty(largest, np.uint8)
             client.prefix_fetch_into(ns, lambda i, n: scratch.data[:n], lambda i: copy_out(i, scratch))

@@ -31,13 +31,15 @@ class Receive(Protocol):
     again after `done`. For an empty bulk it is called once, with 0.
     """
 
-    def __call__(self, index: int, nbytes: int, /) -> memoryview: ...
+    def __call__(self, index: int, nbytes: int, /) -> memoryview:
+        """Memory for the next of `nbytes` bytes."""
 
 
 class Done(Protocol):
     """The buffer last returned for `index` holds its bytes. Meanwhile the kernel receives what follows."""
 
-    def __call__(self, index: int, /) -> None: ...
+    def __call__(self, index: int, /) -> object:
+        """What it returns is not used."""
 
 
 class Registered(enum.Enum):

@@ -1,0 +1,197 @@
+"""One connection of the synchronous client: a blocking socket on which exchanges run.
+
+The socket blocks, with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO), so that a large bulk is one system call:
+MSG_WAITALL straight into its memory, the interpreter lock released throughout. A pipeline sends without blocking and
+receives whenever sending would block. Whatever interrupts an exchange, KeyboardInterrupt included, closes the
+connection: the position in the stream is lost.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pion.client.commands import Request, generic
+from pion.client.errors import (
+    ConnectFailedError,
+    ConnectionLostError,
+    PionClientError,
+    ReplyTimeoutError,
+    ServerError,
+)
+from pion.client.exchange import Exchange
+from pion.client.replies import ReplyReader
+from pion.client.settings import Settings
+
+
+class Connection:
+    """Connects and greets on construction. Not thread-safe: its owner sees to it that one exchange runs at a time.
+
+    Raises `ConnectFailedError`, or the server's error if it refuses the greeting (a wrong password).
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._reader = ReplyReader(settings.max_reply_bytes)
+        self._timeout_s: float | None = None
+        self.open = True
+        self._sock = self._connect()
+        try:
+            self._set_timeout(settings.timeout_s)
+            replies = self.run(Exchange([generic(line) for line in settings.greeting()], self._reader))
+            settings.check_greeting(replies)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def reader(self) -> ReplyReader:
+        """For the exchanges on this connection."""
+        return self._reader
+
+    def close(self) -> None:
+        """Close the socket. A child process may call this without disturbing its parent."""
+        self.open = False
+        self._sock.close()
+
+    def stale(self) -> bool:
+        """The server closed the connection, or sent something unasked, since the last exchange: nothing can be sent."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def exchange(
+        self, requests: Sequence[Request[object]], *, wait_s: float = 0.0, stop_at_error: bool = False
+    ) -> Exchange:
+        """An exchange for `run`, with time for a server that may wait `wait_s` before it answers."""
+        self._set_timeout(self._settings.patience_s(wait_s))
+        return Exchange(requests, self._reader, stop_at_error=stop_at_error)
+
+    def run(self, exchange: Exchange) -> list[object]:
+        """Send and receive until all replies are there; returns them. Closes the connection if it raises."""
+        try:
+            with self._translated():
+                try:
+                    self._send(exchange)
+                except (BrokenPipeError, ConnectionResetError):
+                    # A server that refuses and closes has said why; its word is worth more than "broken pipe".
+                    self._last_words(exchange)
+                    raise
+                while not exchange.complete:
+                    self._receive(exchange, socket.MSG_WAITALL)
+                exchange.collect()
+        except BaseException:
+            self.close()
+            raise
+        return exchange.replies
+
+    # Parts
+
+    def _connect(self) -> socket.socket:
+        settings = self._settings
+        try:
+            if settings.unix is not None:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                addresses: list[tuple[socket.socket, Any]] = [(sock, settings.unix)]
+            else:
+                found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+                addresses = [(socket.socket(*entry[:3]), entry[4]) for entry in found]
+        except OSError as error:
+            raise ConnectFailedError(f"{settings.where}: {error}") from error
+        failure: OSError | None = None
+        chosen: socket.socket | None = None
+        for sock, address in addresses:
+            if chosen is not None:
+                sock.close()
+                continue
+            try:
+                sock.settimeout(settings.timeout_s)
+                if settings.receive_buffer_bytes is not None:
+                    # Before connecting: the window that TCP announces depends on it.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, settings.receive_buffer_bytes)
+                sock.connect(address)
+                if sock.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(None)
+                chosen = sock
+            except OSError as error:
+                failure = error
+                sock.close()
+        if chosen is None:
+            raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure
+        return chosen
+
+    def _set_timeout(self, timeout_s: float | None) -> None:
+        if timeout_s == self._timeout_s:
+            return
+        # Zero means for ever to the kernel, so a timeout too small to express becomes one microsecond.
+        micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))
+        value = struct.pack("@ll", *divmod(micros, 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._timeout_s = timeout_s
+
+    def _send(self, exchange: Exchange) -> None:
+        sock = self._sock
+        if not exchange.pipelined:
+            # The server takes in a whole request before it answers, so a blocking send can't lock up.
+            while exchange.sending:
+                exchange.sent(sock.sendmsg(exchange.outgoing()))
+            return
+        while exchange.sending:
+            try:
+                exchange.sent(sock.sendmsg(exchange.outgoing(), (), socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                if self._wait() & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._receive(exchange, socket.MSG_DONTWAIT)
+
+    def _wait(self) -> int:
+        """Wait until something can be sent or received; what."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | select.POLLOUT)
+        ready = poll.poll(None if self._timeout_s is None else max(1, int(self._timeout_s * 1000)))
+        if not ready:
+            raise BlockingIOError
+        return ready[0][1]
+
+    def _receive(self, exchange: Exchange, flags: int) -> None:
+        reader = self._reader
+        target = reader.target()
+        if target is not None:
+            n = self._sock.recv_into(target, 0, flags)
+            reader.filled(n)
+        else:
+            data = self._sock.recv(reader.read_bytes, flags & ~socket.MSG_WAITALL)
+            n = len(data)
+            reader.feed(data)
+        if not n:
+            raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
+        exchange.collect()
+
+    def _last_words(self, exchange: Exchange) -> None:
+        """Raise the error that the server sent before it closed, if it sent one."""
+        try:
+            while not exchange.complete:
+                self._receive(exchange, socket.MSG_DONTWAIT)
+        except (OSError, PionClientError):
+            pass
+        for reply in exchange.replies:
+            if isinstance(reply, ServerError):
+                raise reply
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError as error:
+            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
+        except OSError as error:
+            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error

@@ -1,0 +1,135 @@
+"""One exchange: requests out, as many replies in. Pure; the two clients only move its bytes.
+
+Goal: pipelines of any size without a lock-up, large payloads without a copy, and a stop at the first error.
+Requests are cut into segments that end where a request ends: small ones are joined, a large payload is a buffer of its
+own. A driver sends `outgoing()` and reports with `sent(n)`, receives as the reader says, and calls `collect()` after
+each receive. While there is more to send it must also receive whenever sending would block, because the server stops
+reading when nobody takes its replies. With `stop_at_error` the segments not begun are dropped at the first error reply;
+what was begun is sent to its end, so that the connection stays in step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from pion.client.commands import Request
+from pion.client.errors import BadReplyError, ServerError
+from pion.client.limits import JOIN_BYTES, MAX_SEND_BUFFERS, SEGMENT_BYTES
+from pion.client.packing import Buffer
+from pion.client.replies import NEED_DATA, ReplyReader
+
+
+@attrs.define
+class _Segment:
+    """Whole requests that are sent together: `requests` of them are out when the last buffer is."""
+
+    buffers: deque[Buffer]
+    requests: int
+
+
+def _segments(requests: Iterable[Request[object]]) -> deque[_Segment]:
+    result: deque[_Segment] = deque()
+    small: list[Buffer] = []
+    small_bytes = count = 0
+
+    def flush() -> None:
+        nonlocal small, small_bytes, count
+        if small:
+            result.append(_Segment(deque([small[0] if len(small) == 1 else b"".join(small)]), count))
+        small, small_bytes, count = [], 0, 0
+
+    for request in requests:
+        if len(request.buffers) > 1 and any(len(part) > JOIN_BYTES for part in request.buffers):
+            flush()
+            result.append(_Segment(deque(request.buffers), 1))
+            continue
+        small += request.buffers
+        small_bytes += sum(map(len, request.buffers))
+        count += 1
+        if small_bytes >= SEGMENT_BYTES:
+            flush()
+    flush()
+    return result
+
+
+class Exchange:
+    """See the module. `replies` holds what came so far, errors as `ServerError` values."""
+
+    def __init__(
+        self, requests: Sequence[Request[object]], reader: ReplyReader, *, stop_at_error: bool = False
+    ) -> None:
+        self.reader = reader
+        self.replies: list[object] = []
+        self.pipelined = len(requests) > 1
+        self.started = False
+        """Bytes were sent, or may have been."""
+        self._segments = _segments(requests)
+        self._offered = 0
+        """Segments at the front of which something was sent, or is being sent."""
+        self._requests = requests
+        self._expected = len(requests)
+        self._stop_at_error = stop_at_error
+        self._expect()
+
+    @property
+    def sending(self) -> bool:
+        """There is more to send."""
+        return bool(self._segments)
+
+    @property
+    def complete(self) -> bool:
+        """All replies are there."""
+        return len(self.replies) == self._expected
+
+    def outgoing(self) -> list[Buffer]:
+        """The next buffers to send, in order; some or all of their bytes."""
+        self.started = True
+        result: list[Buffer] = []
+        self._offered = 0
+        for segment in self._segments:
+            if result and len(result) + len(segment.buffers) > MAX_SEND_BUFFERS:
+                break
+            self._offered += 1
+            result += segment.buffers
+        return result[:MAX_SEND_BUFFERS]
+
+    def sent(self, n: int) -> None:
+        """`n` bytes of `outgoing()` are on their way."""
+        while n:
+            segment = self._segments[0]
+            size = len(segment.buffers[0])
+            if n < size:
+                segment.buffers[0] = memoryview(segment.buffers[0])[n:]
+                self._offered = 1
+                return
+            n -= size
+            segment.buffers.popleft()
+            if not segment.buffers:
+                self._segments.popleft()
+                self._offered = 0
+            else:
+                self._offered = 1
+
+    def collect(self) -> None:
+        """Take the replies the reader has. Raises `BadReplyError` for one that nobody asked for."""
+        while not self.complete:
+            reply = self.reader.next_reply()
+            if reply is NEED_DATA:
+                return
+            self.replies.append(reply)
+            self._expect()
+            if self._stop_at_error and isinstance(reply, ServerError):
+                self._stop()
+        if not self.reader.idle:
+            raise BadReplyError("the server sent more replies than there were requests")
+
+    def _stop(self) -> None:
+        while len(self._segments) > self._offered:
+            self._expected -= self._segments.pop().requests
+
+    def _expect(self) -> None:
+        if len(self.replies) < len(self._requests):
+            self.reader.expect(self._requests[len(self.replies)].sink)
