@@ -110,7 +110,7 @@ class PionClient:
         return self._call(commands.generic(args))
 
     def pipeline(self, requests: Sequence[Sequence[Argument]]) -> list[object]:
-        """Send many commands in one go and return all replies in order; an error reply is a `ServerError` in the list.
+        """Send many commands in one go and return all replies in order; an error reply is a value in the list.
 
         Replies are read while the rest is being sent, so a pipeline of any size can't lock up. Never repeated.
         """

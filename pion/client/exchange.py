@@ -64,8 +64,6 @@ class Exchange:
         self.reader = reader
         self.replies: list[object] = []
         self.pipelined = len(requests) > 1
-        self.started = False
-        """Bytes were sent, or may have been."""
         self._segments = _segments(requests)
         self._offered = 0
         """Segments at the front of which something was sent, or is being sent."""
@@ -86,7 +84,6 @@ class Exchange:
 
     def outgoing(self) -> list[Buffer]:
         """The next buffers to send, in order; some or all of their bytes."""
-        self.started = True
         result: list[Buffer] = []
         self._offered = 0
         for segment in self._segments:

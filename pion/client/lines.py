@@ -18,16 +18,16 @@ from typing import Final, TypeVar, cast
 
 from pion.client.commands import Request
 from pion.client.connection import Connection
-from pion.client.errors import (
-    BusyError,
-    ConnectFailedError,
-    ConnectionLostError,
-    ExistsError,
-    OutcomeUnknownError,
-    ServerError,
-    TransportError,
-)
+from pion.client.errors import ServerError, TransportError
 from pion.client.limits import MAX_SPARE_CONNECTIONS
+from pion.client.policy import (
+    converted,
+    leaves_half_a_prefix,
+    outcome_unknown,
+    pause_before_connecting,
+    pause_before_repeating,
+    stored,
+)
 from pion.client.records import Registered, Stored
 from pion.client.settings import Settings
 
@@ -91,36 +91,30 @@ class Lines:
             return []
         with self._lock:
             connection = self._first(self._connected)
-            exchange = connection.exchange(requests)
             try:
-                return connection.run(exchange)
+                return connection.run(connection.exchange(requests))
             except TransportError as error:
-                raise _unknown("pipeline", error) from error
+                raise outcome_unknown("a pipeline", error) from error
 
     def store(self, register: Request[Registered], stores: Sequence[Request[None]]) -> Stored:
         """Register, and if this client may fill the prefix, all the stores in one pipeline."""
         with self._lock:
             answer = self._retried(register, self._connected)
-            if answer is not Registered.OK:
-                return Stored(answer.value)
             connection = self._main
-            if connection is None:
-                raise ConnectionLostError("the connection was closed")
+            if answer is not Registered.OK or connection is None or not stores:
+                return Stored.STORED if answer is Registered.OK else Stored(answer.value)
+            # The declared prefix belongs to this connection, so there is no second try on another one.
+            exchange = connection.exchange(cast("Sequence[Request[object]]", stores), stop_at_error=True)
             try:
-                # The declared prefix belongs to this connection, so there is no second try on another one.
-                exchange = connection.exchange(cast("Sequence[Request[object]]", stores), stop_at_error=True)
-                for request, reply in zip(stores, connection.run(exchange) if stores else [], strict=False):
-                    _converted(request, reply)
-            except ExistsError:
-                return Stored.EXISTS
+                return stored(stores, connection.run(exchange))
             except TransportError as error:
-                raise _unknown("V.STOREBATCH", error) from error
+                connection.close()
+                raise outcome_unknown("V.STOREBATCH", error) from error
             except ServerError as error:
-                if not isinstance(error, BusyError):
-                    # The half-filled prefix is ours and invisible; closing is what drops it, and only if still ours.
+                if leaves_half_a_prefix(error):
+                    # It is invisible and ours; closing drops it, and only if it is still ours.
                     connection.close()
                 raise
-            return Stored.STORED
 
     # Parts
 
@@ -135,15 +129,13 @@ class Lines:
         return self._main
 
     def _first(self, connected: Callable[[], Connection]) -> Connection:
-        """A connection, trying again while none can be made: nothing was sent, so any request may wait for it."""
         attempt = 0
         while True:
             try:
                 return connected()
-            except (ConnectFailedError, ConnectionLostError):
-                if attempt >= self._settings.retries:
-                    raise
-            self._sleep(self._settings.pause_s(attempt))
+            except TransportError as error:
+                pause_s = pause_before_connecting(error, attempt, self._settings)
+            self._sleep(pause_s)
             attempt += 1
 
     def _retried(self, request: Request[T], connected: Callable[[], Connection]) -> T:
@@ -152,17 +144,11 @@ class Lines:
             connection = self._first(connected)
             try:
                 exchange = connection.exchange([cast("Request[object]", request)], wait_s=request.wait_s)
-                return _converted(request, connection.run(exchange)[0])
+                return converted(request, connection.run(exchange)[0])
             except TransportError as error:
                 connection.close()
-                if not request.reads:
-                    raise _unknown(request.name, error) from error
-                # Silence is not a lost connection: asking a slow server again only adds to its work.
-                if not isinstance(error, ConnectionLostError) or not request.repeatable:
-                    raise
-                if attempt >= self._settings.retries:
-                    raise
-            self._sleep(self._settings.pause_s(attempt))
+                pause_s = pause_before_repeating(cast("Request[object]", request), error, attempt, self._settings)
+            self._sleep(pause_s)
             attempt += 1
 
     def _after_fork(self) -> None:
@@ -172,16 +158,6 @@ class Lines:
             if connection is not None:
                 connection.close()
         self._main = None
-
-
-def _converted(request: Request[T], reply: object) -> T:
-    if isinstance(reply, ServerError):
-        raise reply
-    return request.convert(reply)
-
-
-def _unknown(name: str, error: TransportError) -> OutcomeUnknownError:
-    return OutcomeUnknownError(f"{name} was sent but not answered, so it may or may not have been applied: {error}")
 
 
 _ALL: Final[weakref.WeakSet[Lines]] = weakref.WeakSet()

@@ -1,0 +1,190 @@
+"""One connection of the Trio client. The same exchanges as `pion.client.connection`, moved by Trio."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from pion.client.commands import Request, generic
+from pion.client.errors import (
+    ConnectFailedError,
+    ConnectionLostError,
+    PionClientError,
+    ReplyTimeoutError,
+    ServerError,
+)
+from pion.client.exchange import Exchange
+from pion.client.replies import ReplyReader
+from pion.client.settings import Settings
+
+
+class Connection:
+    """Made by `Connection.connect`. Its owner sees to it that one exchange runs at a time."""
+
+    def __init__(self, settings: Settings, sock: trio.socket.SocketType) -> None:
+        self._settings = settings
+        self._sock = sock
+        self._reader = ReplyReader(settings.max_reply_bytes)
+        self._timeout_s: float | None = settings.timeout_s
+        self.open = True
+
+    @classmethod
+    async def connect(cls, settings: Settings) -> Connection:
+        """Connect and greet. Cancellation: nothing stays open.
+
+        Raises `ConnectFailedError`, or the server's error if it refuses the greeting (a wrong password).
+        """
+        connection = cls(settings, await _connected_socket(settings))
+        try:
+            exchange = connection.exchange([generic(line) for line in settings.greeting()])
+            settings.check_greeting(await connection.run(exchange))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        """Close the socket at once."""
+        self.open = False
+        self._sock.close()
+
+    def stale(self) -> bool:
+        """The server closed the connection, or sent something unasked, since the last exchange: nothing can be sent."""
+        return self._sock.is_readable()
+
+    def exchange(
+        self, requests: Sequence[Request[object]], *, wait_s: float = 0.0, stop_at_error: bool = False
+    ) -> Exchange:
+        """An exchange for `run`, with time for a server that may wait `wait_s` before it answers."""
+        self._timeout_s = self._settings.patience_s(wait_s)
+        return Exchange(requests, self._reader, stop_at_error=stop_at_error)
+
+    async def run(self, exchange: Exchange) -> list[object]:
+        """Send and receive until all replies are there; returns them.
+
+        Closes the connection if it raises, and so when it is cancelled: what was sent by then may have its effect.
+        """
+        try:
+            if exchange.pipelined:
+                await self._run_both_ways(exchange)
+            else:
+                # The server takes in a whole request before it answers, so sending first can't lock up.
+                await self._send(exchange)
+                await self._receive_all(exchange)
+        except BaseException:
+            self.close()
+            raise
+        return exchange.replies
+
+    # Parts
+
+    async def _run_both_ways(self, exchange: Exchange) -> None:
+        failures: list[Exception] = []
+
+        async def guarded(part: trio.CancelScope, receiving: bool) -> None:
+            # Caught here, not outside: the nursery would wrap the caller's own exceptions in a group.
+            try:
+                await (self._receive_all if receiving else self._send)(exchange)
+            except Exception as error:
+                failures.append(error)
+                part.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(guarded, nursery.cancel_scope, False)
+            await guarded(nursery.cancel_scope, True)
+        if failures:
+            raise failures[0]
+
+    async def _send(self, exchange: Exchange) -> None:
+        try:
+            while exchange.sending:
+                async with self._translated():
+                    exchange.sent(await self._sock.sendmsg(exchange.outgoing()))
+        except ConnectionLostError:
+            # A server that refuses and closes has said why; its word is worth more than "broken pipe".
+            if not exchange.pipelined:
+                await self._last_words(exchange)
+            raise
+
+    async def _receive_all(self, exchange: Exchange) -> None:
+        while not exchange.complete:
+            await self._receive(exchange)
+        exchange.collect()
+
+    async def _receive(self, exchange: Exchange) -> None:
+        reader = self._reader
+        target = reader.target()
+        async with self._translated():
+            if target is not None:
+                n = await self._sock.recv_into(target)
+                data = b""
+            else:
+                data = await self._sock.recv(reader.read_bytes)
+                n = len(data)
+        if not n:
+            raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
+        if target is not None:
+            reader.filled(n)
+        else:
+            reader.feed(data)
+        exchange.collect()
+
+    async def _last_words(self, exchange: Exchange) -> None:
+        """Raise the error that the server sent before it closed, if it sent one."""
+        try:
+            while not exchange.complete and self._sock.is_readable():
+                await self._receive(exchange)
+        except PionClientError:
+            pass
+        for reply in exchange.replies:
+            if isinstance(reply, ServerError):
+                raise reply
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            with trio.fail_after(float("inf") if self._timeout_s is None else self._timeout_s):
+                yield
+        except trio.TooSlowError as error:
+            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
+        except trio.ClosedResourceError as error:
+            raise ConnectionLostError("the client was closed by another task") from error
+        except OSError as error:
+            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
+
+
+async def _connected_socket(settings: Settings) -> trio.socket.SocketType:
+    failure: BaseException | None = None
+    addresses: list[tuple[int, int, int, object]] = []
+    patience_s = float("inf") if settings.timeout_s is None else settings.timeout_s
+    try:
+        if settings.unix is not None:
+            addresses.append((socket.AF_UNIX, socket.SOCK_STREAM, 0, settings.unix))
+        else:
+            with trio.fail_after(patience_s):
+                found = await trio.socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+            addresses += [(*entry[:3], entry[4]) for entry in found]
+    except (OSError, trio.TooSlowError) as error:
+        failure = error
+    for family, kind, proto, address in addresses:
+        sock = trio.socket.socket(family, kind, proto)
+        try:
+            if settings.receive_buffer_bytes is not None:
+                # Before connecting: the window that TCP announces depends on it.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, settings.receive_buffer_bytes)
+            with trio.fail_after(patience_s):
+                await sock.connect(address)
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (OSError, trio.TooSlowError) as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure

@@ -1,0 +1,149 @@
+"""The connections of one Trio client, used by the same rules as in `pion.client.lines`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar, cast
+
+import trio
+
+from pion.client.aio.connection import Connection
+from pion.client.commands import Request
+from pion.client.errors import ServerError, TransportError
+from pion.client.limits import MAX_SPARE_CONNECTIONS
+from pion.client.policy import (
+    converted,
+    leaves_half_a_prefix,
+    outcome_unknown,
+    pause_before_connecting,
+    pause_before_repeating,
+    stored,
+)
+from pion.client.records import Registered, Stored
+from pion.client.settings import Settings
+
+T = TypeVar("T")
+
+
+class Lines:
+    """See the module. Every method: cancelled while it waits for its turn, no effect; later, the connection is closed
+    and a write may or may not have been applied.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = trio.Lock()
+        self._main: Connection | None = None
+        self._spare: list[Connection] = []
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Close all idle connections and the main one; a call that uses it raises `ConnectionLostError`."""
+        for connection in (self._main, *self._spare):
+            if connection is not None:
+                connection.close()
+        self._main = None
+        self._spare.clear()
+
+    async def call(self, request: Request[T]) -> T:
+        """One request on the main line. Raises the server's error as it is."""
+        async with self._lock:
+            return await self._retried(request, self._connected)
+
+    async def call_apart(self, request: Request[T]) -> T:
+        """One request on a connection of its own, which others need not wait for."""
+        used: list[Connection] = []
+
+        async def connected() -> Connection:
+            self._check_process()
+            while self._spare:
+                connection = self._spare.pop()
+                if not connection.stale():
+                    used.append(connection)
+                    return connection
+                connection.close()
+            used.append(await Connection.connect(self._settings))
+            return used[-1]
+
+        try:
+            return await self._retried(request, connected)
+        finally:
+            if used and used[-1].open:
+                if len(self._spare) < MAX_SPARE_CONNECTIONS:
+                    self._spare.append(used[-1])
+                else:
+                    used[-1].close()
+
+    async def pipeline(self, requests: Sequence[Request[object]]) -> list[object]:
+        """All replies in order, errors as values."""
+        if not requests:
+            return []
+        async with self._lock:
+            connection = await self._first(self._connected)
+            try:
+                return await connection.run(connection.exchange(requests))
+            except TransportError as error:
+                raise outcome_unknown("a pipeline", error) from error
+
+    async def store(self, register: Request[Registered], stores: Sequence[Request[None]]) -> Stored:
+        """Register, and if this client may fill the prefix, all the stores in one pipeline."""
+        async with self._lock:
+            answer = await self._retried(register, self._connected)
+            connection = self._main
+            if answer is not Registered.OK or connection is None or not stores:
+                return Stored.STORED if answer is Registered.OK else Stored(answer.value)
+            # The declared prefix belongs to this connection, so there is no second try on another one.
+            exchange = connection.exchange(cast("Sequence[Request[object]]", stores), stop_at_error=True)
+            try:
+                return stored(stores, await connection.run(exchange))
+            except TransportError as error:
+                connection.close()
+                raise outcome_unknown("V.STOREBATCH", error) from error
+            except ServerError as error:
+                if leaves_half_a_prefix(error):
+                    # It is invisible and ours; closing drops it, and only if it is still ours.
+                    connection.close()
+                raise
+
+    # Parts
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            # After a fork the sockets are shared with the parent, whose bytes must not be mixed with ours.
+            self._pid = os.getpid()
+            self.close()
+
+    async def _connected(self) -> Connection:
+        self._check_process()
+        connection = self._main
+        if connection is not None and connection.open and not connection.stale():
+            return connection
+        if connection is not None:
+            connection.close()
+        self._main = None
+        self._main = await Connection.connect(self._settings)
+        return self._main
+
+    async def _first(self, connected: Callable[[], Awaitable[Connection]]) -> Connection:
+        attempt = 0
+        while True:
+            try:
+                return await connected()
+            except TransportError as error:
+                pause_s = pause_before_connecting(error, attempt, self._settings)
+            await trio.sleep(pause_s)
+            attempt += 1
+
+    async def _retried(self, request: Request[T], connected: Callable[[], Awaitable[Connection]]) -> T:
+        attempt = 0
+        while True:
+            connection = await self._first(connected)
+            try:
+                exchange = connection.exchange([cast("Request[object]", request)], wait_s=request.wait_s)
+                return converted(request, (await connection.run(exchange))[0])
+            except TransportError as error:
+                connection.close()
+                pause_s = pause_before_repeating(cast("Request[object]", request), error, attempt, self._settings)
+            await trio.sleep(pause_s)
+            attempt += 1
