@@ -121,7 +121,7 @@ class _Int8(Format):
 
 class _Mlx4g32(Format):
     def row_bytes(self, dim: int) -> int:
-        return dim // 2 + dim // quantize.MLX_GROUP * 4
+        return dim // 2 + dim // quantize.GROUP * 4
 
     def encode(self, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
         return quantize.mlx4g32_encode(rows).reshape(-1)
@@ -178,7 +178,7 @@ FP32: Final = _Float32("fp32", wire=Wire.FP32)
 FP16: Final = _Float16("fp16", wire=Wire.FP16)
 BF16: Final = _BFloat16("bf16", wire=Wire.BF16)
 INT8: Final = _Int8("int8")
-MLX4G32: Final = _Mlx4g32("mlx4g32", multiple=quantize.MLX_GROUP)
+MLX4G32: Final = _Mlx4g32("mlx4g32", multiple=quantize.GROUP)
 for _fmt in (FP32, FP16, BF16, INT8, MLX4G32):
     add_format(_fmt)
 
