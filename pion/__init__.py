@@ -5,14 +5,30 @@ What is importable from here is the public API for plugins and embedders; the re
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.config import VERSION, Config
-from pion.context import Clock, Context, InfoSection, Services, Session
 from pion.errors import CommandError, PionError
 from pion.hookspecs import hookimpl
-from pion.replies import NO_REPLY, OK, Blob, ErrorReply, Map, Reply, Simple, Stream
+from pion.replies import NO_REPLY, OK, Blob, Buffer, ErrorReply, Map, Reply, Simple, Stream
+
+if TYPE_CHECKING:
+    from pion.context import Clock, Context, InfoSection, Services, Session
 
 __version__ = VERSION
+
+_FROM_CONTEXT = ("Clock", "Context", "InfoSection", "Services", "Session")
+
+
+def __getattr__(name: str) -> object:
+    # These need Trio, which `pion.client` and the programs that use it do without: imported when asked for.
+    if name in _FROM_CONTEXT:
+        from pion import context
+
+        return getattr(context, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "NO_REPLY",
@@ -20,6 +36,7 @@ __all__ = [
     "Arg",
     "ArgType",
     "Blob",
+    "Buffer",
     "Clock",
     "Command",
     "CommandError",
