@@ -1,0 +1,380 @@
+"""The plugin host: where plugins come from, which are selected, what happens when one is wrong, and every hook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import trio
+
+from pion.config import Config
+from pion.errors import PluginError
+from pion.plugins import BUILTIN_PLUGINS, KVCACHE_PLUGINS, available, make_plugin_manager, make_registry, select
+from pion.replies import ErrorReply
+from pion.server import serve
+from pion.testing import make_harness
+
+COMMAND = """
+import pion
+
+
+async def answer(context, argv):
+    return {value!r}
+
+
+@pion.hookimpl
+def register_commands(config):
+    row = pion.Command(name={name!r}, arity=1, summary="A test.", since="1", handler=answer, replaces={replaces!r})
+    return [row]
+"""
+
+
+class Folder:
+    """A plugins directory that a test fills; `config` selects its plugins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, name: str, source: str) -> None:
+        (self.path / f"{name}.py").write_text(dedent(source), encoding="utf-8")
+
+    def add_command(self, name: str, command: str, value: object = b"hello", replaces: str | None = None) -> None:
+        self.add(name, COMMAND.format(name=command, value=value, replaces=replaces))
+
+    def config(self, plugins: str = "") -> Config:
+        return Config(plugins=plugins, plugins_dir=str(self.path))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    before = set(sys.modules)
+    path = tmp_path / "plugins"
+    path.mkdir()
+    yield Folder(path)
+    for name in set(sys.modules) - before:
+        if name.startswith(("pion_plugin_", "acme_")):
+            del sys.modules[name]
+
+
+# Where plugins come from
+
+
+def test_builtin_families_are_plugins_of_the_same_host() -> None:
+    manager = make_plugin_manager(Config(plugins=",".join(BUILTIN_PLUGINS)))
+    assert [name for name, _ in reversed(manager.list_name_plugin())] == list(BUILTIN_PLUGINS)
+
+
+async def test_single_file_plugin(folder: Folder) -> None:
+    folder.add_command("greeter", "GREET", b"good day")
+    harness = make_harness(folder.config())
+    assert await harness.call("GREET") == b"good day"
+    assert harness.services.registry.origin(harness.services.registry.get("GREET")) == "greeter"
+    assert "greeter" in harness.services.state["plugins"]
+
+
+async def test_installed_plugin_is_found_by_its_entry_point(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    info = site / "acme_pion-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-pion\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pion]\nacme = acme_pion\n")
+    (site / "acme_pion.py").write_text(COMMAND.format(name="ACME.PING", value=b"meep", replaces=None))
+    monkeypatch.syspath_prepend(str(site))
+
+    source = next(source for source in available(Config()) if source.name == "acme")
+    assert (source.kind, source.location) == ("installed", "acme_pion")
+    assert await make_harness(Config(plugins="connection,acme")).call("ACME.PING") == b"meep"
+
+
+def test_plugins_dir_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"--plugins-dir .*nowhere: not a directory"):
+        available(Config(plugins_dir=str(tmp_path / "nowhere")))
+
+
+def test_two_plugins_of_one_name_are_refused(folder: Folder) -> None:
+    folder.add_command("vstore", "GREET")
+    with pytest.raises(PluginError, match=r"plugin name vstore is used twice: pion\.commands\.vstore and .*vstore\.py"):
+        available(folder.config())
+
+
+# Which are selected
+
+
+@pytest.fixture
+def three(folder: Folder) -> Folder:
+    for name in ("alpha", "beta", "gamma"):
+        folder.add_command(name, name)
+    return folder
+
+
+def chosen(folder: Folder, plugins: str, *, kvcache: bool = False) -> list[str]:
+    config = Config(plugins=plugins, plugins_dir=str(folder.path), kvcache=kvcache)
+    sources = [source for source in available(config) if source.kind != "installed"]
+    return [source.name for source in select(config, sources)]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "expected"),
+    [
+        ("", [*BUILTIN_PLUGINS, "alpha", "beta", "gamma"]),
+        ("all", [*BUILTIN_PLUGINS, "alpha", "beta", "gamma"]),
+        ("all,-beta", [*BUILTIN_PLUGINS, "alpha", "gamma"]),
+        ("-beta,-stats", [*(name for name in BUILTIN_PLUGINS if name != "stats"), "alpha", "gamma"]),
+        ("alpha", ["alpha"]),
+        ("gamma, connection ,alpha", ["connection", "alpha", "gamma"]),
+        ("alpha,-alpha,beta", ["beta"]),
+        ("all,-all", None),
+        ("alpha,delta", None),
+    ],
+)
+def test_selection(three: Folder, plugins: str, expected: list[str] | None) -> None:
+    if expected is None:
+        with pytest.raises(PluginError, match=r"--plugins: no plugin named (all|delta); there are: .*alpha, beta"):
+            chosen(three, plugins)
+    else:
+        assert chosen(three, plugins) == expected
+
+
+def test_kvcache_selects_its_families_and_keeps_plugins_put_there_on_purpose(three: Folder) -> None:
+    assert chosen(three, "", kvcache=True) == [*KVCACHE_PLUGINS, "alpha", "beta", "gamma"]
+    assert chosen(three, "stats", kvcache=True) == ["stats"]
+
+
+def test_a_plugin_that_is_not_selected_is_not_loaded(folder: Folder) -> None:
+    folder.add("broken", "raise RuntimeError('must not run')")
+    folder.add_command("alpha", "ALPHA")
+    make_plugin_manager(folder.config("alpha"))
+
+
+# Errors name the plugin
+
+
+def registry_of(folder: Folder, plugins: str) -> dict[str, str]:
+    config = folder.config(plugins)
+    registry = make_registry(make_plugin_manager(config), config)
+    return {row.name: registry.origin(row) for row in registry}
+
+
+def test_a_duplicate_command_names_both_plugins(three: Folder) -> None:
+    three.add_command("delta", "Alpha")
+    with pytest.raises(PluginError, match=r"command ALPHA is in plugin alpha and in plugin delta.*replaces='alpha'"):
+        registry_of(three, "alpha,delta")
+
+
+async def test_replaces_overrides_the_named_plugin_only(three: Folder) -> None:
+    three.add_command("delta", "ALPHA", b"better", replaces="alpha")
+    assert registry_of(three, "alpha,delta") == {"ALPHA": "delta"}
+    assert await make_harness(three.config("alpha,delta")).call("alpha") == b"better"
+
+    three.add_command("epsilon", "BETA", replaces="alpha")
+    with pytest.raises(PluginError, match="command BETA is in plugin beta and in plugin epsilon"):
+        registry_of(three, "beta,epsilon")
+
+
+def test_an_import_error_names_the_plugin_and_its_file(folder: Folder) -> None:
+    folder.add("hopeful", "import a_module_that_nobody_has")
+    with pytest.raises(PluginError, match=r"plugin hopeful \(.*hopeful\.py\) can't be loaded: ModuleNotFoundError"):
+        make_plugin_manager(folder.config("hopeful"))
+    assert "pion_plugin_hopeful" not in sys.modules
+
+
+def test_a_misspelt_hook_is_refused(folder: Folder) -> None:
+    folder.add("typo", "import pion\n\n@pion.hookimpl\ndef register_comands(config):\n    return []\n")
+    with pytest.raises(PluginError, match=r"plugin typo .*register_comands"):
+        make_plugin_manager(folder.config("typo"))
+
+
+def test_a_hook_with_an_unknown_argument_is_refused(folder: Folder) -> None:
+    folder.add("greedy", "import pion\n\n@pion.hookimpl\ndef register_commands(config, sockets):\n    return []\n")
+    with pytest.raises(PluginError, match=r"plugin greedy .*sockets"):
+        make_plugin_manager(folder.config("greedy"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return ['GET']", r"plugin odd: register_commands must return Command rows, got 'GET'"),
+        ("raise ValueError('no luck')", r"plugin odd: register_commands failed: ValueError\('no luck'\)"),
+        (
+            "return [pion.Command(name='LONE CHILD', arity=2, summary='s', since='1', handler=print)]",
+            "plugin odd: LONE CHILD has no row for LONE",
+        ),
+        ("return [pion.Command(name='NOBODY', arity=1, summary='s', since='1')]", "plugin odd: NOBODY has no handler"),
+    ],
+)
+def test_wrong_rows_name_the_plugin(folder: Folder, body: str, message: str) -> None:
+    folder.add("odd", f"import pion\n\n@pion.hookimpl\ndef register_commands(config):\n    {body}\n")
+    with pytest.raises(PluginError, match=message):
+        registry_of(folder, "odd")
+
+
+async def test_a_handler_that_fails_is_an_error_reply_that_names_the_plugin(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.add_command("clumsy", "TRIP")
+    path = folder.path / "clumsy.py"
+    path.write_text(path.read_text().replace("return b'hello'", "raise LookupError('over a cable')"))
+    harness = make_harness(folder.config("clumsy"))
+    reply = await harness.call("TRIP")
+    assert isinstance(reply, ErrorReply)
+    assert reply.text == "internal error in TRIP (plugin clumsy); see the server's log"
+    assert "over a cable" in caplog.text
+
+
+# The hooks. tests/test_docs.py checks that there is a test here for every one.
+
+
+def test_hook_register_commands(folder: Folder) -> None:
+    """It gets the configuration, and is called in plugin order, before any service exists."""
+    folder.add(
+        "seen",
+        """
+        import pion
+
+        calls = []
+
+        @pion.hookimpl
+        def register_commands(config):
+            calls.append(config)
+            return []
+        """,
+    )
+    config = folder.config("seen")
+    make_registry(make_plugin_manager(config), config)
+    assert sys.modules["pion_plugin_seen"].calls == [config]
+
+
+def test_hook_startup(folder: Folder) -> None:
+    """It runs once, with the services, in plugin order, and its state is there for the others."""
+    for name in ("first", "second"):
+        folder.add(
+            name,
+            f"""
+            import pion
+
+            @pion.hookimpl
+            def startup(services):
+                services.state.setdefault("order", []).append({name!r})
+            """,
+        )
+    assert make_harness(folder.config("second,first")).services.state["order"] == ["first", "second"]
+
+
+def test_hook_startup_failure_names_the_plugin(folder: Folder) -> None:
+    folder.add("grumpy", "import pion\n\n@pion.hookimpl\ndef startup(services):\n    raise OSError('no disk')\n")
+    with pytest.raises(PluginError, match=r"plugin grumpy: startup failed: OSError\('no disk'\)"):
+        make_harness(folder.config("grumpy"))
+
+
+def test_hook_register_info(folder: Folder) -> None:
+    """The section is formatted when it is asked for, not before."""
+    folder.add(
+        "weather",
+        """
+        import pion
+
+        def rows():
+            return [("sky", "blue")]
+
+        @pion.hookimpl
+        def register_info(services):
+            return [pion.InfoSection("Weather", rows)]
+        """,
+    )
+    sections = make_harness(folder.config("weather")).services.info_sections
+    assert [(section.title, section.rows()) for section in sections] == [("Weather", [("sky", "blue")])]
+
+
+LIFE = """
+import pion
+import trio
+
+
+@pion.hookimpl
+def startup(services):
+    services.state["events"] = ["startup"]
+
+
+@pion.hookimpl
+def register_services(services):
+    events = services.state["events"]
+
+    async def run(*, task_status):
+        events.append("service starts")
+        await trio.lowlevel.checkpoint()
+        events.append("service started")
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            events.append(f"service ends with {len(services.clients)} clients")
+
+    return [run]
+
+
+@pion.hookimpl
+def register_disconnect(services):
+    return lambda session: services.state["events"].append(f"client {session.id} gone")
+
+
+@pion.hookimpl
+def shutdown(services):
+    services.state["events"].append("shutdown")
+"""
+
+
+async def one_life(config: Config) -> list[str]:
+    """Start a server, connect, talk, leave the connection open, stop the server; what the plugin saw."""
+    async with trio.open_nursery() as nursery:
+
+        async def run(*, task_status: trio.TaskStatus) -> None:
+            await serve(config, task_status=task_status)
+
+        started = await nursery.start(run)
+        events = started.services.state["events"]
+        events.append("listening")
+        async with await trio.open_tcp_stream("127.0.0.1", started.port) as stream:
+            await stream.send_all(b"NOPE\r\n")
+            assert (await stream.receive_some(100)).startswith(b"-ERR unknown command")
+            started.services.request_shutdown(False)
+            assert await stream.receive_some(100) == b""
+    return list(events)
+
+
+@pytest.fixture
+def life(folder: Folder) -> Config:
+    folder.add("life", LIFE)
+    return Config(port=0, plugins="life", plugins_dir=str(folder.path))
+
+
+async def test_hook_register_services(life: Config) -> None:
+    """The service runs before the first connection and until after the last."""
+    events = await one_life(life)
+    assert events.index("service started") < events.index("listening")
+    assert "service ends with 0 clients" in events
+
+
+async def test_hook_register_disconnect(life: Config) -> None:
+    events = await one_life(life)
+    assert events.count("client 1 gone") == 1
+    assert events.index("client 1 gone") < events.index("service ends with 0 clients")
+
+
+async def test_hook_shutdown(life: Config) -> None:
+    """It is the very last thing, once."""
+    events = await one_life(life)
+    assert events[0] == "startup"
+    assert events.count("shutdown") == 1
+    assert events[-1] == "shutdown"
+
+
+async def test_hook_shutdown_is_not_called_after_a_failed_startup(folder: Folder) -> None:
+    folder.add("life", LIFE.replace('["startup"]', '["startup"]\n    raise OSError("no disk")'))
+    config = folder.config("life")
+    with pytest.raises(PluginError, match="plugin life: startup failed"):
+        await serve(config)
