@@ -58,8 +58,9 @@ class Connection:
         self._services = services
         self._execute = dispatcher.execute
         self._table = table
-        self._sender = Sender(transport)
+        self.sender = Sender(transport)
         self._scope = trio.CancelScope()
+        self.killed = False
         now_s = services.clock.wall_s()
         self.session = Session(
             id=services.clients.next_id(),
@@ -88,20 +89,16 @@ class Connection:
     @property
     def phase(self) -> Phase:
         """What the connection waits for."""
-        return Phase.SENDING if self._sender.blocked else self._phase
+        return Phase.SENDING if self.sender.blocked else self._phase
 
     @property
     def progress(self) -> int:
         """Grows with every receive and every send that moved bytes."""
-        return self._received + self._sender.progress
-
-    @property
-    def unsent(self) -> int:
-        """Bytes of the bulk reply being sent that the system has not taken."""
-        return self._sender.unsent
+        return self._received + self.sender.progress
 
     def kill(self) -> None:
         """End the connection at once: nothing more is sent."""
+        self.killed = True
         self._transport.close()
         self._scope.cancel()
 
@@ -158,7 +155,7 @@ class Connection:
                 elif (table.draining and parser.between_requests) or not await self._receive():
                     return
         except ProtocolError as error:
-            await self._sender.send(error_line(error.code, str(error)))
+            await self.sender.send(error_line(error.code, str(error)))
             await self._linger()
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -175,6 +172,9 @@ class Connection:
         if not self._commands:
             self._turn_end_ns = perf_counter_ns() + TURN_NS
         for argv in requests:
+            if out and len(argv) > 2 and bytes(argv[0][:64]).upper() in self._table.blocking:
+                await self._flush(out, nbytes)  # it may wait long, and these replies are ready
+                nbytes = 0
             reply = await execute(context, argv)
             if session.reply_off or session.reply_skip:
                 if session.reply_skip:
@@ -188,6 +188,7 @@ class Connection:
             if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
                 await self._flush(out, nbytes)
                 nbytes = 0
+                reply = None  # else its blocks would be held while the next command runs
                 if session.closing:
                     return
                 await self._yield()
@@ -209,10 +210,11 @@ class Connection:
     async def _flush(self, out: list[Part], nbytes: int) -> None:
         if not out:
             return
-        if nbytes <= FLUSH_BYTES and not any(type(part) is Stream for part in out):
-            await self._sender.send(b"".join(out))  # type: ignore[arg-type]  # no Stream among them
+        # A batch of small replies holds no stream unless its size was counted.
+        if nbytes <= FLUSH_BYTES and not (nbytes and any(type(part) is Stream for part in out)):
+            await self.sender.send(b"".join(out))  # type: ignore[arg-type]  # no Stream among them
         else:
-            await self._sender.send_parts(out, nbytes)
+            await self.sender.send_parts(out, nbytes)
         out.clear()
 
     def _refuse(self, request: Refused) -> ErrorReply:
@@ -272,6 +274,7 @@ class Connection:
         return True
 
     def _allocate(self, nbytes: int) -> memoryview | None:
+        self._table.enforce_sending_limit()
         if not self._reserve(nbytes):
             return None
         return np.empty(nbytes, np.uint8).data

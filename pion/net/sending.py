@@ -8,7 +8,7 @@ import trio
 
 from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.net.transport import Transport
-from pion.protocol.encode import Part
+from pion.protocol.encode import JOINED_BYTES, Part
 from pion.replies import Buffer, Stream
 
 
@@ -22,7 +22,7 @@ class Sender:
     After any exception, `Cancelled` included, an unknown part of the reply is on the wire: the connection must close.
     """
 
-    __slots__ = ("_transport", "blocked", "progress", "unsent")
+    __slots__ = ("_transport", "blocked", "nbytes", "piece_bytes", "progress", "started_s", "unsent")
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -30,8 +30,18 @@ class Sender:
         """Grows whenever the peer took bytes."""
         self.blocked = False
         """Waits for the peer to take bytes."""
+        self.nbytes = 0
+        """Size of the bulk reply being sent; 0 between bulk replies."""
         self.unsent = 0
-        """Bytes of the current bulk reply that the system has not taken yet."""
+        """Bytes of it that the system has not taken yet."""
+        self.piece_bytes = 0
+        """Memory of the stream piece being sent."""
+        self.started_s = 0.0
+        """When it was begun, on Trio's clock."""
+
+    def rate(self, now_s: float) -> float:
+        """Bytes a second that the peer has taken of the current bulk reply."""
+        return (self.nbytes - self.unsent) / max(now_s - self.started_s, 1e-3)
 
     async def send(self, data: bytes) -> None:
         """Send all of `data`. Cancellation: a part may be sent, the connection must close."""
@@ -45,7 +55,8 @@ class Sender:
         Raises `StreamLengthError`, and whatever a stream's piece raises.
         """
         self._transport.sending_bulk(True)
-        self.unsent = nbytes
+        self.nbytes = self.unsent = nbytes
+        self.started_s = trio.current_time()
         waiting: list[Buffer] = []
         for part in parts:
             if isinstance(part, Stream):
@@ -54,6 +65,7 @@ class Sender:
             else:
                 waiting.append(part)
         await self._send_buffers(waiting)
+        self.nbytes = self.unsent = 0
         self._transport.sending_bulk(False)
 
     async def _send_stream(self, stream: Stream, before: list[Buffer]) -> None:
@@ -61,17 +73,19 @@ class Sender:
         left = stream.nbytes
         for make in stream.pieces:
             piece = await trio.to_thread.run_sync(make) if stream.in_thread else make()
-            left -= memoryview(piece).nbytes
+            self.piece_bytes = memoryview(piece).nbytes
+            left -= self.piece_bytes
             if left < 0:
                 break
             await self._send_buffers([*before, piece])
             before = []
+            self.piece_bytes = 0
         if left:
             raise StreamLengthError(f"a stream of {stream.nbytes} bytes made {stream.nbytes - left}")
         await self._send_buffers(before)
 
     async def _send_buffers(self, buffers: Sequence[Buffer]) -> None:
-        views = [view.cast("B") for view in [memoryview(buffer) for buffer in buffers] if view.nbytes]
+        views = _views(buffers)
         index = 0
         count = len(views)
         while index < count:
@@ -103,3 +117,23 @@ class Sender:
                     self.blocked = True
                     await self._transport.wait_writable()
                     self.blocked = False
+
+
+def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """The buffers as plain bytes, with small neighbours (headers, line ends, short strings) joined."""
+    views: list[memoryview] = []
+    small: list[Buffer] = []
+    small_bytes = 0
+    for buffer in buffers:
+        nbytes = buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+        if nbytes <= JOINED_BYTES and small_bytes < PAYLOAD_SLICE_BYTES:
+            small.append(buffer)
+            small_bytes += nbytes
+            continue
+        if small:
+            views.append(memoryview(b"".join(small)))
+            small, small_bytes = [], 0
+        views.append(memoryview(buffer).cast("B"))
+    if small_bytes:
+        views.append(memoryview(b"".join(small)))
+    return views

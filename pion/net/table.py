@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
+from pion.command import Flag
 from pion.config import PAYLOAD_SLICE_BYTES
 from pion.context import Services
 from pion.net.budget import ReceiveBudget
@@ -54,6 +55,8 @@ class ConnectionTable:
     _services: Services
     budget: ReceiveBudget = attrs.field(factory=ReceiveBudget, init=False)
     draining: bool = attrs.field(default=False, init=False)
+    blocking: frozenset[bytes] = attrs.field(init=False)
+    """Commands that may wait for another client."""
     scratch: memoryview = attrs.field(init=False)
     """Where refused payloads and the bytes after a payload land; used between two checkpoints only."""
     _connections: dict[Connection, tuple[int, float]] = attrs.field(factory=dict, init=False)
@@ -62,6 +65,9 @@ class ConnectionTable:
     _slow_readers_dropped: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.blocking = frozenset(
+            row.name.upper().encode() for row in self._services.registry if Flag.BLOCKING in row.flags
+        )
         self.scratch = memoryview(bytearray(PAYLOAD_SLICE_BYTES))
 
     def add(self, connection: Connection) -> None:
@@ -78,10 +84,42 @@ class ConnectionTable:
             connections=len(self._connections),
             receiving_bytes=self.budget.used,
             receiving_refused=self.budget.refused,
-            unsent_bytes=sum(connection.unsent for connection in self._connections),
+            unsent_bytes=sum(connection.sender.unsent for connection in self._connections),
             timed_out=self._timed_out,
             slow_readers_dropped=self._slow_readers_dropped,
         )
+
+    @property
+    def held_bytes(self) -> int:
+        """Stored bytes that only unfinished replies hold, and the converted pieces being sent."""
+        pieces = sum(connection.sender.piece_bytes for connection in self._connections)
+        return self._services.vstore.ledger.sending_bytes + pieces
+
+    def enforce_sending_limit(self) -> None:
+        """Disconnect the slowest readers if replies hold more than `max_sending_bytes`.
+
+        Called when memory for a payload is asked for, since that is when memory grows, and by the watcher.
+        """
+        limit = self._services.config.max_sending_bytes
+        if self._services.vstore.ledger.sending_bytes <= limit and self.held_bytes <= limit:
+            return
+        now_s = trio.current_time()
+        readers = [connection for connection in self._connections if connection.sender.nbytes]
+        # What a killed connection held is freed when its task ends, a turn later.
+        excess = self.held_bytes - limit - sum(reader.sender.nbytes for reader in readers if reader.killed)
+        for reader in sorted(readers, key=lambda reader: reader.sender.rate(now_s)):
+            if excess <= 0:
+                break
+            if reader.killed or not reader.sender.blocked:
+                continue
+            excess -= reader.sender.nbytes
+            self._slow_readers_dropped += 1
+            logger.warning(
+                "client %s: dropped, it reads too slowly (%d bytes unsent) and replies hold too much memory",
+                reader.session.addr,
+                reader.sender.unsent,
+            )
+            reader.kill()
 
     def drain(self) -> None:
         """Close the idle connections; the others close when the request they are in is answered."""
@@ -97,6 +135,7 @@ class ConnectionTable:
             shortest = min(config.send_timeout_s, config.receive_timeout_s, config.idle_timeout_s or WATCH_INTERVAL_S)
             await trio.sleep(min(WATCH_INTERVAL_S, shortest / 4))
             self._inspect(trio.current_time())
+            self.enforce_sending_limit()
 
     def _inspect(self, now_s: float) -> None:
         config = self._services.config
