@@ -1,0 +1,1 @@
+"""What the benchmarks share: pinning, raw sockets, peers in processes of their own, interleaving, reports."""

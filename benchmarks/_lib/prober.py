@@ -1,0 +1,69 @@
+"""A client that sends PING on a schedule and reports every latency: what another client feels under a load.
+
+Runs in a process of its own: `python -m benchmarks._lib.prober PORT INTERVAL_US`. It prints `ready`, probes until its
+standard input is closed, then prints the latencies in microseconds as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from benchmarks._lib import pin
+from benchmarks._lib.raw import RawClient, request
+
+PING = request("PING")
+
+
+def main() -> None:
+    """Probe. A PING that waits behind a late one counts from when it was due, so a long pause isn't one sample."""
+    port, interval_s = int(sys.argv[1]), int(sys.argv[2]) / 1e6
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    latencies: list[float] = []
+    answer = memoryview(bytearray(7))
+    gc.disable()
+    with RawClient(port) as client:
+        print("ready", flush=True)
+        due = perf_counter()
+        while not ended.is_set():
+            due += interval_s
+            ahead = due - perf_counter()
+            if ahead > 0:
+                time.sleep(ahead)
+                start = perf_counter()
+            else:
+                start = due
+            client.send(PING)
+            client.exactly(answer)
+            latencies.append((perf_counter() - start) * 1e6)
+    print(json.dumps([round(each, 1) for each in latencies]))
+
+
+@contextmanager
+def probing(port: int, where: set[int], interval_us: int = 1000) -> Iterator[list[float]]:
+    """Probe a server during the block; afterwards the yielded list holds the latencies in microseconds."""
+    latencies: list[float] = []
+    command = [sys.executable, "-m", "benchmarks._lib.prober", str(port), str(interval_us)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        pin.pin(process.pid, where)
+        if process.stdout is None or process.stdout.readline() != "ready\n":
+            raise RuntimeError("the prober did not start")
+        yield latencies
+        output, _ = process.communicate(timeout=120)
+        latencies.extend(json.loads(output))
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

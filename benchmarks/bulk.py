@@ -1,0 +1,174 @@
+"""Transfers of 1, 8 and 32 MiB in the stored format: Pion, Redis, and a bare blocking socket as the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks._lib import peers, pin
+from benchmarks._lib.bare import KEEP, SEND, SETUP
+from benchmarks._lib.memory import filled
+from benchmarks._lib.raw import RawClient, request, request_head
+from benchmarks._lib.report import Report, Target, at_least
+from benchmarks._lib.stats import interleave
+
+MIB = 1 << 20
+SIZES = {1: 80, 8: 40, 32: 25}
+"""MiB per transfer -> rounds."""
+
+DIM = 1024
+ROW_BYTES = 4 * DIM
+
+METHOD = (
+    "Client on one core, servers on the other. Every server runs in a process of its own; runs are interleaved.",
+    "bare socket: a blocking Python socket that sends the same reply bytes with one sendmsg, or receives a payload "
+    "with the client's own receive code; it parses nothing.",
+    "Pion, Redis and the bare socket are read by the same code (benchmarks/_lib/raw.py: recv_into with SO_RCVLOWAT); "
+    "payloads are sent with sendmsg, uncopied. Every received buffer is fresh memory, on the client and in the bare "
+    "server.",
+    "fetch: V.FETCH <sid> 0 RANGE 0 <rows> AS native, and GET. store: V.STOREBATCH <sid> 0 0 <rows> AS native, and "
+    "SET; each replaces the value before it. Redis runs with --save '' --appendonly no.",
+    "redis-py: redis.Redis().get and .set, with its hiredis parser if that is installed.",
+    "A ratio is the other arm's median time over Pion's: 1.8 x is 1.8 times the throughput.",
+)
+
+Arm = Callable[[], object]
+
+
+def run(quick: bool) -> Report:
+    """Measure both directions, three sizes, TCP and a Unix socket."""
+    report = Report("bulk", "transfers in the stored format, fetch and store", quick, METHOD)
+    with ExitStack() as stack:
+        stack.enter_context(pin.pinned(pin.CLIENT))
+        servers = {"Pion": stack.enter_context(peers.pion()), "bare": stack.enter_context(peers.bare())}
+        try:
+            servers["Redis"] = stack.enter_context(peers.redis())
+        except peers.MissingPeerError as missing:
+            report.missing.append(str(missing))
+        for mib, rounds in SIZES.items():
+            payload = filled(mib * MIB)
+            for lane in ("TCP", "Unix"):
+                _measure(report, servers, payload, lane, 2 if quick else rounds)
+    return report
+
+
+def _measure(
+    report: Report, servers: dict[str, peers.Peer], payload: NDArray[np.uint8], lane: str, rounds: int
+) -> None:
+    mib = payload.nbytes // MIB
+    address = {name: peer.unix if lane == "Unix" else peer.port for name, peer in servers.items()}
+    with _pion(address["Pion"], payload) as pion, _bare(address["bare"], payload) as bare:
+        arms = [pion, bare]
+        with ExitStack() as stack:
+            if "Redis" in address:
+                arms += [stack.enter_context(_redis(address["Redis"], payload)), _redis_py(address["Redis"], payload)]
+            for number, direction in enumerate(("fetch", "store")):
+                named = {name: pair[number] for each in arms for name, pair in each.items()}
+                if direction == "fetch":
+                    _check(named, payload)
+                times = interleave({name: _discard(arm) for name, arm in named.items()}, rounds)
+                what = f"{direction} {mib} MiB {lane}"
+                medians = {}
+                for name, seconds in times.items():
+                    medians[name] = report.samples(what, name, "ms", [each * 1000 for each in seconds]).p50
+                for name, median in medians.items():
+                    report.figure(f"{what}, throughput", name, "GiB/s", payload.nbytes / (median / 1000) / 2**30)
+                for name in named:
+                    if name != "Pion":
+                        target = _target(direction, mib, lane, name)
+                        report.find(f"{what}: Pion", medians[name] / medians["Pion"], against=name, target=target)
+
+
+def _target(direction: str, mib: int, lane: str, against: str) -> Target | None:
+    """The figures that must hold are those of 32 MiB over TCP; the rest is shown."""
+    if mib != 32 or lane != "TCP":
+        return None
+    bounds = {
+        "fetch": {"bare socket": 0.95, "Redis": 1.8},
+        "store": {"bare socket": 0.85, "Redis": 1.4, "redis-py": 4.0},
+    }
+    bound = bounds[direction].get(against)
+    return None if bound is None else at_least(bound)
+
+
+def _discard(arm: Arm) -> Callable[[], None]:
+    """What an arm received is freed inside its own time, as in a program that goes on."""
+
+    def timed() -> None:
+        arm()
+
+    return timed
+
+
+def _check(arms: dict[str, Arm], payload: NDArray[np.uint8]) -> None:
+    """Every arm but the bare socket must deliver the very bytes."""
+    expected = payload.tobytes()
+    for name, arm in arms.items():
+        if name != "bare socket" and bytes(arm()) != expected:  # type: ignore[call-overload]
+            raise AssertionError(f"{name} delivered other bytes than were stored")
+
+
+@contextmanager
+def _pion(address: int | str, payload: NDArray[np.uint8]) -> Iterator[dict[str, tuple[Arm, Arm]]]:
+    sid, rows = f"bulk{payload.nbytes}", payload.nbytes // ROW_BYTES
+    get = request("V.FETCH", sid, 0, "RANGE", 0, rows, "AS", "native")
+    put = request_head("V.STOREBATCH", sid, 0, 0, rows, "AS", "native", payload=payload.nbytes)
+    with RawClient(address) as client:
+        client.call("V.CREATE", sid, DIM, "VQUANT", "fp32")
+        store = _storing(client, put, payload)
+        store()
+        try:
+            yield {"Pion": (_fetching(client, get), store)}
+        finally:
+            client.call("V.DROP", sid)
+
+
+@contextmanager
+def _redis(address: int | str, payload: NDArray[np.uint8]) -> Iterator[dict[str, tuple[Arm, Arm]]]:
+    key = f"bulk{payload.nbytes}"
+    with RawClient(address) as client:
+        # SET's value is its last argument, so the same code stores.
+        store = _storing(client, request_head("SET", key, payload=payload.nbytes), payload)
+        store()
+        yield {"Redis": (_fetching(client, request("GET", key)), store)}
+        client.call("DEL", key)
+
+
+def _redis_py(address: int | str, payload: NDArray[np.uint8]) -> dict[str, tuple[Arm, Arm]]:
+    import redis
+
+    client = redis.Redis(unix_socket_path=address) if isinstance(address, str) else redis.Redis(port=address)
+    key, value = f"bulk{payload.nbytes}", memoryview(payload)
+    client.set(key, value)
+    return {"redis-py": (lambda: client.get(key), lambda: client.set(key, value))}
+
+
+@contextmanager
+def _bare(address: int | str, payload: NDArray[np.uint8]) -> Iterator[dict[str, tuple[Arm, Arm]]]:
+    """Requests of the same length as Pion's."""
+    sid, rows = f"bulk{payload.nbytes}", payload.nbytes // ROW_BYTES
+    get = request("V.FETCH", sid, 0, "RANGE", 0, rows, "AS", "native")
+    put = request_head("V.STOREBATCH", sid, 0, 0, rows, "AS", "native", payload=payload.nbytes)
+    with RawClient(address) as sends, RawClient(address) as keeps:
+        sends.send(SETUP.pack(SEND, len(get), payload.nbytes))
+        keeps.send(SETUP.pack(KEEP, len(put), payload.nbytes))
+        yield {"bare socket": (_fetching(sends, get), _storing(keeps, put, payload))}
+
+
+def _fetching(client: RawClient, get: bytes) -> Arm:
+    def fetch() -> memoryview:
+        client.send(get)
+        return client.bulk()
+
+    return fetch
+
+
+def _storing(client: RawClient, head: bytes, payload: NDArray[np.uint8]) -> Arm:
+    def store() -> None:
+        client.send_buffers((head, payload, b"\r\n"))
+        client.ok()
+
+    return store

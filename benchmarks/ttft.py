@@ -1,0 +1,103 @@
+"""Time to the first token after a long prefix that another process has computed, and whether the tokens agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks._lib import peers
+from benchmarks._lib.generation import Job
+from benchmarks._lib.report import Report, at_least, at_most
+
+TIMEOUT_S = 1800
+BOUND, ALTERNATIVE = "in process", "Redis"
+
+METHOD = (
+    "SmolLM2-135M-Instruct, float32; prefixes are source texts of Python's library, the question behind them is always "
+    "the same. One process computes, stores and ends; then another loads the model and reads. Nothing is pinned.",
+    "Timed: from having the token ids to the first greedy token of mlx-lm's generate_step, everything included: "
+    "look-up, transfer, building the arrays, evaluating the question. The arms are interleaved in the reading process; "
+    "connections are open, as in a program that serves. Before timing, all arms' arrays are compared bit for bit.",
+    "in process: the cache this process computed itself, either deep-copied first, so that it can be used again (what "
+    "mlx-lm's server does), or used itself and what was appended cut off afterwards (trim; one user at a time).",
+    "Redis: redis-py with hiredis if installed; the same arrays, either as one value (GET) or as one value per layer "
+    "and side (MGET); np.frombuffer, mx.array, KVCache.state. Of two ways the faster one is what Pion is judged by.",
+    "Pion: PionPromptCache.get_or_prefill(ids), native format, no cache in the process.",
+    "tokens: both processes continue the same prompts greedily, one from what it computed, one from what it fetched.",
+)
+
+
+def run(quick: bool) -> Report:
+    """Start the servers, let one process store, then another read."""
+    report = Report("ttft", "time to first token after a shared prefix", quick, METHOD)
+    with ExitStack() as stack:
+        path = stack.enter_context(peers.folder())
+        pion = stack.enter_context(peers.pion())
+        pion.unpin()
+        redis_port = 0
+        try:
+            redis = stack.enter_context(peers.redis())
+        except peers.MissingPeerError as missing:
+            report.missing.append(str(missing))
+        else:
+            redis.unpin()
+            redis_port = redis.port
+        job = Job(
+            pion_port=pion.port,
+            pion_unix=pion.unix,
+            redis_port=redis_port,
+            cache_file=str(path / "cache.safetensors"),
+            prefix_tokens=128 if quick else 1024,
+            rounds=2 if quick else 21,
+            cold_rounds=1 if quick else 3,
+            prompts=2 if quick else 20,
+            tokens=8 if quick else 50,
+        )
+        stored = _process("store", job, path)
+        found = _process("read", job, path)
+    _report(report, job, stored, found)
+    return report
+
+
+def _process(part: str, job: Job, path: Path) -> dict[str, Any]:
+    job_file, result_file = path / "job.json", path / f"{part}.json"
+    job_file.write_text(json.dumps(attrs.asdict(job)), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks._lib.generation", part, str(job_file), str(result_file)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    found: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    return found
+
+
+def _report(report: Report, job: Job, stored: dict[str, Any], found: dict[str, Any]) -> None:
+    what = f"first token after {job.prefix_tokens:,} tokens"
+    medians = {
+        name: report.samples(what, name, "ms", [each * 1000 for each in seconds]).p50
+        for name, seconds in found["seconds"].items()
+    }
+    report.figure("size of the prefix", "fp32", "MB", found["prefix_bytes"] / 1e6)
+    report.figure("question behind the prefix", "", "tokens", found["question_tokens"])
+    report.figure("storing all prefixes", "Pion TCP", "ms", stored["store_ms"])
+    targets = {_fastest(medians, BOUND): at_most(1.20), _fastest(medians, ALTERNATIVE): at_most(0.70)}
+    for lane in ("Pion TCP", "Pion Unix socket"):
+        for name, median in medians.items():
+            if name != lane:
+                report.find(f"{what}: {lane}", medians[lane] / median, against=name, target=targets.get(name))
+    same = [one == other for one, other in zip(stored["tokens"], found["tokens"], strict=True)]
+    report.find(
+        f"{job.tokens} greedy tokens identical, {job.prompts} prompts",
+        100 * sum(same) / len(same),
+        unit="%",
+        against="the process that computed them",
+        target=at_least(100),
+    )
+
+
+def _fastest(medians: dict[str, float], start: str) -> str:
+    """The fastest arm of a group: of two ways to do a thing, Pion is compared with the better one."""
+    return min((name for name in medians if name.startswith(start)), key=medians.__getitem__, default="")
