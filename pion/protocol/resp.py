@@ -144,6 +144,11 @@ class RespParser:
         """Nothing of an unfinished request has arrived."""
         return not self._walkable and self._argv is None and self._position >= len(self._data)
 
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that were fed but not yet taken out."""
+        return len(self._data) - self._position
+
     def next_request(self) -> Request | None:
         """The next complete request, or None if more data is needed. Raises `ProtocolError`."""
         while True:
