@@ -53,7 +53,7 @@ def _float(reply: float, resp: int, out: list[Part]) -> None:
     elif math.isinf(reply):
         text = b"inf" if reply > 0 else b"-inf"
     else:
-        text = repr(reply).removesuffix(".0").encode()
+        text = repr(float(reply)).removesuffix(".0").encode()  # a NumPy float's own repr names its type
     out.append(b",%b\r\n" % text if resp == 3 else b"$%d\r\n%b\r\n" % (len(text), text))
 
 
