@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="*", metavar="NAME", help=f"one or more of {', '.join(NAMES)}; default: all")
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds: it judges nothing")
     parser.add_argument("--strict", action="store_true", help="exit 1 if a figure that must hold does not")
-    parser.add_argument("--json", type=Path, default=Path("bench-results"), metavar="DIR", help="where the JSON goes")
+    parser.add_argument(
+        "--json", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="where the JSON goes"
+    )
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.name if name not in NAMES]
     if unknown:

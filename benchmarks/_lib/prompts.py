@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,13 +18,14 @@ Encode = Callable[[str], Sequence[int]]
 
 def source(module: str) -> str:
     """The text of a module of the standard library. Raises LookupError if this Python has no source for it."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise LookupError(f"no source text of {module}")
-    path = Path(spec.origin)
-    # Some modules became packages; their __init__ is short, so take the folder's largest file.
-    if path.name == "__init__.py":
-        path = max(path.parent.glob("*.py"), key=lambda file: file.stat().st_size)
+    library = Path(sysconfig.get_path("stdlib"))
+    path = library / f"{module}.py"
+    if not path.is_file():
+        # Some became packages in newer versions, with most of their text in one file.
+        inside = sorted((library / module).glob("*.py"), key=lambda file: file.stat().st_size)
+        if not inside:
+            raise LookupError(f"no source text of {module}")
+        path = inside[-1]
     return path.read_text(encoding="utf-8")
 
 
