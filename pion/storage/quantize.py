@@ -46,7 +46,7 @@ def int8_encode(rows: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _int8_encode_block(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None:
-    magnitude = np.maximum(rows.max(axis=1), -rows.min(axis=1))
+    magnitude = np.abs(np.maximum(rows.max(axis=1), -rows.min(axis=1)))  # abs: a row of zeros must not give -0
     _check_range("int8", magnitude, INT8_MAX)
     scale = (magnitude / np.float32(127)).astype(np.float16)
     # Where rounding to fp16 took so much off the scale (in its subnormals it can) that the largest value would be cut
@@ -100,7 +100,8 @@ def _mlx_encode_block(
     rows: NDArray[np.float32], packed: NDArray[np.uint8], scales: NDArray[np.float16], biases: NDArray[np.float16]
 ) -> None:
     # One column per group: reductions and broadcasts along long rows are several times faster than over 32 values.
-    values = np.ascontiguousarray(rows.reshape(-1, GROUP).T)
+    # Always a copy, since what follows works in place: a single group's column would be the caller's own row.
+    values = rows.reshape(-1, GROUP).T.copy()
     high, low = values.max(axis=0), values.min(axis=0)
     _check_range("mlx4g32", np.maximum(high, -low), FP16_MAX)
     _check_range("mlx4g32", high - low, FP16_MAX, "in one group a span of ")
