@@ -150,6 +150,7 @@ class Connection:
             try:
                 exchange.sent(sock.sendmsg(exchange.outgoing(), (), socket.MSG_DONTWAIT))
             except BlockingIOError:
+                exchange.sent(0)
                 if self._wait() & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._receive(exchange, socket.MSG_DONTWAIT)
 

@@ -17,7 +17,7 @@ import attrs
 
 from pion.client.commands import Request
 from pion.client.errors import BadReplyError, ServerError
-from pion.client.limits import JOIN_BYTES, MAX_SEND_BUFFERS, SEGMENT_BYTES
+from pion.client.limits import JOIN_BYTES, MAX_SEND_BUFFERS, SEGMENT_BYTES, SEND_BYTES
 from pion.client.packing import Buffer
 from pion.client.replies import NEED_DATA, ReplyReader
 
@@ -66,7 +66,9 @@ class Exchange:
         self.pipelined = len(requests) > 1
         self._segments = _segments(requests)
         self._offered = 0
-        """Segments at the front of which something was sent, or is being sent."""
+        """Segments at the front that are being sent, in part perhaps."""
+        self._partial = False
+        """A part of the first segment is out."""
         self._requests = requests
         self._expected = len(requests)
         self._stop_at_error = stop_at_error
@@ -83,32 +85,33 @@ class Exchange:
         return len(self.replies) == self._expected
 
     def outgoing(self) -> list[Buffer]:
-        """The next buffers to send, in order; some or all of their bytes."""
+        """The next buffers to send, in order. Some of their bytes, all or none may be sent; tell `sent`."""
         result: list[Buffer] = []
-        self._offered = 0
+        self._offered = nbytes = 0
         for segment in self._segments:
-            if result and len(result) + len(segment.buffers) > MAX_SEND_BUFFERS:
+            # Of a pipeline only so much at once: what is being sent can't be dropped any more.
+            if result and (nbytes >= SEND_BYTES or len(result) + len(segment.buffers) > MAX_SEND_BUFFERS):
                 break
+            nbytes += sum(map(len, segment.buffers))
             self._offered += 1
             result += segment.buffers
         return result[:MAX_SEND_BUFFERS]
 
     def sent(self, n: int) -> None:
-        """`n` bytes of `outgoing()` are on their way."""
+        """`n` bytes of `outgoing()` are on their way, and no more are being sent."""
         while n:
-            segment = self._segments[0]
-            size = len(segment.buffers[0])
+            buffers = self._segments[0].buffers
+            size = len(buffers[0])
+            self._partial = True
             if n < size:
-                segment.buffers[0] = memoryview(segment.buffers[0])[n:]
-                self._offered = 1
-                return
+                buffers[0] = memoryview(buffers[0])[n:]
+                break
             n -= size
-            segment.buffers.popleft()
-            if not segment.buffers:
+            buffers.popleft()
+            if not buffers:
                 self._segments.popleft()
-                self._offered = 0
-            else:
-                self._offered = 1
+                self._partial = False
+        self._offered = int(self._partial)
 
     def collect(self) -> None:
         """Take the replies the reader has. Raises `BadReplyError` for one that nobody asked for."""

@@ -37,6 +37,9 @@ JOIN_BYTES: Final = 8 * KIB
 SEGMENT_BYTES: Final = 64 * KIB
 """Small requests of a pipeline are joined up to here."""
 
+SEND_BYTES: Final = MIB
+"""One send of a pipeline, or its next request if that is larger: after an error no more than this goes out in vain."""
+
 MAX_SEND_BUFFERS: Final = 1024
 """IOV_MAX on Linux and macOS; one more is EMSGSIZE."""
 
