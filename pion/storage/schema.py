@@ -7,13 +7,14 @@ side without data. Equal shapes are one object, so a million namespaces of one m
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Final
 from weakref import WeakValueDictionary
 
 import attrs
 
-from pion.args import integer, show
+from pion.args import MAX_ID, integer, show
 from pion.config import INLINE_ARG_BYTES
 from pion.errors import CommandError
 from pion.replies import Buffer
@@ -66,18 +67,20 @@ class Schema:
         """
         if not 1 <= len(runs) <= INLINE_ARG_BYTES:
             raise CommandError(f"runs must be 1 to {INLINE_ARG_BYTES} bytes long, got {len(runs)}")
-        merged: list[_Run] = []
-        left = max_layers
-        for number, text in enumerate(bytes(runs).split(b","), 1):
-            try:
-                fmt, width, layers = _parse_run(text, dim, left, max_layers, max_dim)
-            except CommandError as error:
-                raise CommandError(f"run {number} {show(text)}: {error}") from None
-            left -= layers
-            if merged and merged[-1][:2] == (fmt, width):
-                layers += merged.pop()[2]
-            merged.append((fmt, width, layers))
-        return _intern(tuple(merged))
+        return _intern(_parse_runs(bytes(runs), dim, max_layers, max_dim))
+
+    @staticmethod
+    def from_text(text: str) -> Schema:
+        """The schema whose `str` this is, uniform or not: for records of ours, so without limits of the configuration.
+
+        Raises CommandError when it is none.
+        """
+        if "*" in text:
+            return _intern(_parse_runs(text.encode(), None, MAX_ID, MAX_ID))
+        (fmt, dim, _), *more = _parse_runs(text.encode() + b"*1", None, MAX_ID, MAX_ID)
+        if more:
+            raise CommandError(f"not a schema: {show(text.encode())}")
+        return Schema.uniform(fmt, dim)
 
     def layer(self, index: int) -> LayerSpec:
         """The spec of layer `index`, from 0. Raises CommandError past the end."""
@@ -94,6 +97,10 @@ class Schema:
     def __repr__(self) -> str:
         return f"Schema({self})"
 
+    def __reduce__(self) -> tuple[Callable[[str], Schema], tuple[str]]:
+        """Copies and pickles come back as the interned object."""
+        return Schema.from_text, (str(self),)
+
 
 _interned: Final[WeakValueDictionary[tuple[_Run, ...], Schema]] = WeakValueDictionary()
 
@@ -107,6 +114,21 @@ def _intern(runs: tuple[_Run, ...]) -> Schema:
         found.__attrs_init__(layers=ends[-1] or None, runs=runs, specs=specs, ends=ends)
         _interned[runs] = found
     return found
+
+
+def _parse_runs(text: bytes, dim: int | None, max_layers: int, max_dim: int) -> tuple[_Run, ...]:
+    merged: list[_Run] = []
+    left = max_layers
+    for number, run in enumerate(text.split(b","), 1):
+        try:
+            fmt, width, layers = _parse_run(run, dim, left, max_layers, max_dim)
+        except CommandError as error:
+            raise CommandError(f"run {number} {show(run)}: {error}") from None
+        left -= layers
+        if merged and merged[-1][:2] == (fmt, width):
+            layers += merged.pop()[2]
+        merged.append((fmt, width, layers))
+    return tuple(merged)
 
 
 def _parse_run(text: bytes, dim: int | None, left: int, max_layers: int, max_dim: int) -> _Run:
