@@ -1,7 +1,15 @@
-"""Pion for mlx-lm: prompt caches computed once, used by every process."""
+"""Pion for mlx-lm: prompt caches computed once, used by every process.
+
+Import this before `mlx`: on Linux it loads the BLAS that makes MLX fast (see `pion.compute.device`).
+"""
 
 from __future__ import annotations
 
 from pion.compute import device
 
 device.prepare()  # before anything below imports mlx
+
+from pion_vllm_mlx.prompt_cache import PionPromptCache  # noqa: E402
+from pion_vllm_mlx.slots import UnsupportedCacheError  # noqa: E402
+
+__all__ = ["PionPromptCache", "UnsupportedCacheError"]

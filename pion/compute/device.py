@@ -59,7 +59,7 @@ def prepare() -> Blas:
     Never raises for a missing or unloadable library: MLX still works, slowly, and the result says why. Threads may call
     it at the same time. If MLX was imported already nothing is loaded and the state is "late".
     """
-    global _prepared  # noqa: PLW0603 - a library is loaded into the process, not into an object
+    global _prepared  # a library is loaded into the process, not into an object
     with _lock:
         if _prepared is None:
             _prepared = _load(sys.platform, mlx_imported="mlx.core" in sys.modules)

@@ -1,0 +1,157 @@
+"""What makes two models the same model, as far as their caches go.
+
+The fingerprint covers every parameter's name, shape and type; all bytes of the small ones (up to 1 MiB, which takes in
+norms, biases and adapters) and of everything an adapter adds; of the large ones 256 pieces of 64 bytes, evenly spread
+over the tensor. It also covers every plain setting of every module: the scale of an adapter, the base of a rope, bits
+and group size of a quantized layer. Two models that differ only in a few values of one large tensor are the one thing
+it can miss; training and merging change nearly all of them.
+
+Hashing takes some milliseconds, so the result is kept as long as every parameter is the same object and every setting
+the same value, which is checked at each use. An adapter that was loaded, reloaded or removed is therefore noticed.
+Writing into an existing array in place (`layer.weight[0] = 1`) is not: call `forget()` after that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from pion_vllm_mlx.fields import Field, digest_fields, encode_fields
+
+WHOLE_BYTES: Final = 1 << 20
+"""Tensors up to here are hashed in full."""
+
+PIECES: Final = 256
+PIECE_BYTES: Final = 64
+"""How a larger tensor is sampled: one cache line each, 16 KiB a tensor."""
+
+IGNORED_SETTINGS: Final = frozenset({"_training", "_no_grad"})
+"""Settings that change how a module trains, not what it computes."""
+
+
+@attrs.frozen
+class Identity:
+    """A model's fingerprint, in the parts a namespace names: digests of 32 bytes and the architecture as text."""
+
+    weights: bytes
+    rope: bytes
+    architecture: str
+
+
+class Fingerprint:
+    """The identity of one model object, kept up to date. Thread-safe."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._seen: list[tuple[str, Any]] = []
+        self._identity: Identity | None = None
+
+    def current(self) -> Identity:
+        """The identity of the model as it is now."""
+        with self._lock:
+            leaves = list(_leaves(self._model, ""))
+            if self._identity is None or not self._unchanged(leaves):
+                self._identity = _identify(self._model, leaves)
+                self._seen = [(path, _reference(value)) for path, value in leaves]
+            return self._identity
+
+    def forget(self) -> None:
+        """Hash again at the next use, after arrays were written to in place."""
+        with self._lock:
+            self._identity = None
+
+    def _unchanged(self, leaves: list[tuple[str, Any]]) -> bool:
+        if len(leaves) != len(self._seen):
+            return False
+        for (path, value), (seen_path, reference) in zip(leaves, self._seen, strict=True):
+            # A weak reference is dead once its array is gone, so a new array at the same address is never taken for it.
+            same = reference() is value if isinstance(value, mx.array) else reference == value
+            if path != seen_path or not same:
+                return False
+        return True
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> bytes:
+    """A digest of how text becomes token ids. Truncation and padding, which callers switch, are left out."""
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("truncation", None)
+        state.pop("padding", None)
+        text = json.dumps(state, sort_keys=True)
+    else:
+        text = json.dumps(sorted(inner.get_vocab().items()))
+    return digest_fields(type(inner).__name__, text)
+
+
+def _reference(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, mx.array) else value
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every array and every plain setting below a module, with its path; underscored arrays (rope tables) too."""
+    if isinstance(node, mx.array):
+        yield path, node
+        return
+    if isinstance(node, nn.Module):
+        yield f"{path}!", type(node).__qualname__
+        for name, value in vars(node).items():
+            if name not in IGNORED_SETTINGS and _plain(value):
+                yield f"{path}!{name}", value
+    if isinstance(node, dict):
+        for name in node:
+            yield from _leaves(node[name], f"{path}.{name}")
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _leaves(value, f"{path}.{index}")
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _identify(model: Any, leaves: list[tuple[str, Any]]) -> Identity:
+    weights, rope = hashlib.sha256(), hashlib.sha256()
+    ropes = tuple(path[:-1] for path, value in leaves if path.endswith("!") and "rope" in str(value).lower())
+    for path, value in sorted(leaves, key=lambda leaf: leaf[0]):
+        if isinstance(value, mx.array):
+            fields: list[Field] = [path, str(value.dtype), *value.shape]
+            weights.update(encode_fields(fields))
+            weights.update(_sample(value, whole="lora" in path))
+        else:
+            weights.update(encode_fields([path, repr(value)]))
+        if path.startswith(ropes):
+            rope.update(encode_fields([path, repr(value) if not isinstance(value, mx.array) else _sample(value)]))
+    return Identity(weights.digest(), rope.digest(), _architecture(model))
+
+
+def _sample(array: mx.array, *, whole: bool = False) -> bytes:
+    """The bytes of an array that are hashed, in an order that doesn't depend on how it lies in memory."""
+    flat = mx.contiguous(array)
+    mx.eval(flat)
+    data = np.frombuffer(memoryview(flat).cast("B"), np.uint8) if flat.size else np.empty(0, np.uint8)
+    if whole or data.nbytes <= WHOLE_BYTES:
+        return data.tobytes()
+    starts = np.linspace(0, data.nbytes - PIECE_BYTES, PIECES).astype(np.int64)
+    return data[starts[:, None] + np.arange(PIECE_BYTES)].tobytes()
+
+
+def _architecture(model: Any) -> str:
+    args = getattr(model, "args", None)
+    settings = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    return json.dumps([kind, settings], sort_keys=True, default=repr)

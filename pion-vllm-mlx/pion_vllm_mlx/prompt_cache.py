@@ -1,0 +1,445 @@
+"""`PionPromptCache`: the prompt cache of an mlx-lm model, kept in a Pion server."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+
+from pion.client import PionClient, Registered
+from pion.client.errors import PionClientError, ServerError
+from pion_vllm_mlx import transfer
+from pion_vllm_mlx.fingerprint import Fingerprint, tokenizer_fingerprint
+from pion_vllm_mlx.link import Link, Operation, logger
+from pion_vllm_mlx.prefill import PREFILL_STEP, Progress, prefill
+from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, Context, Layout, TokenIds, token_ids
+from pion_vllm_mlx.slots import SlotShape, probe
+from pion_vllm_mlx.statistics import Counters
+
+MIN_SEGMENT_TOKENS: Final = 64
+"""`prepare_prompt` stores what it computed only from this many tokens on: each segment takes two sessions of the
+server, and a short one saves less than it costs."""
+
+TRIAL_TOKENS: Final = 32
+"""Tokens evaluated to estimate the prefill time of a model that this instance has not run yet."""
+
+NO_SUCH_PREFIX: Final = -2
+"""What KV.PREFIX.TTL says of a prefix that is not there, or not complete."""
+
+LABEL_TOKENS: Final = 24
+"""How much of the text the label in META shows."""
+
+Namespace = str | bytes
+
+
+@attrs.frozen
+class _Found:
+    """A stored prefix that was restored: caches of exactly `tokens` tokens, and the namespace they came from."""
+
+    namespace: Namespace
+    tokens: int
+    caches: list[Any]
+
+
+class PionPromptCache:
+    """Fetches the prefix of a prompt from a Pion server, or computes it and stores it for everyone else.
+
+        pc = PionPromptCache(model, tokenizer=tokenizer)
+        caches, rest = pc.prepare_prompt(prompt_ids)
+        generate(model, tokenizer, prompt=rest, prompt_cache=caches)
+
+    Args:
+        model: an mlx-lm model. Each entry of its cache must be a class that `slots.py` knows; today that is `KVCache`.
+        tokenizer: its tokenizer. Goes into the strict namespace, and gives stored prefixes a readable label.
+        vquant: the stored format. "native" keeps the model's own element type: what comes back is bit-identical. Any
+            other name ("fp16", "int8", ...) is a format of the server, which converts.
+        boundary_protect: with N > 0, K and the first and last N layers of V are stored as fp16, the rest as `vquant`.
+        stage2: attention on the server; not part of this version.
+        inproc: with stage2, attend to a prefix that this process holds without the server.
+        host, port, unix, tls, username, password, timeout_s: as for `pion.client.PionClient`.
+        fallback: go on without the server when it is away, slow or full; `stats()["fallbacks"]` counts that. Without it
+            the client's error is raised. A refused password is an error in both cases.
+        adapter_path: names the adapter in the strict namespace, beside its content, which is always in it.
+        prefill_step: tokens of one forward pass.
+        longest_match: look for a stored prefix of the text when the exact one isn't there.
+
+    Thread-safe. Arrays that are returned are evaluated, so another thread may use them. Raises
+    `slots.UnsupportedCacheError` for a model whose cache it can't keep.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        vquant: str = "native",
+        boundary_protect: int = 0,
+        stage2: bool = False,
+        inproc: bool = True,
+        host: str = "127.0.0.1",
+        port: int = 1974,
+        unix: str | None = None,
+        tls: Any = None,
+        username: str | None = None,
+        password: str | None = None,
+        timeout_s: float | None = 30,
+        fallback: bool = True,
+        adapter_path: str | None = None,
+        prefill_step: int = PREFILL_STEP,
+        longest_match: bool = True,
+    ) -> None:
+        if stage2:
+            msg = "stage2=True (attention on the server) is not part of this version of pion-vllm-mlx"
+            raise NotImplementedError(msg)
+        if boundary_protect < 0 or prefill_step < 1:
+            msg = "boundary_protect must be 0 or more, prefill_step 1 or more"
+            raise ValueError(msg)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._slots: tuple[SlotShape, ...] = probe(model)
+        self._layout = Layout.of(self._slots, vquant, boundary_protect)
+        self._fingerprint = Fingerprint(model)
+        self._tokenizer_hash = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        self._adapter_path = None if adapter_path is None else str(adapter_path)
+        self._step = prefill_step
+        self._longest_match = longest_match
+        self._inproc = inproc
+        self._counters = Counters()
+        self._ms_per_token: float | None = None
+        settings = {
+            "host": host, "port": port, "unix": unix, "tls": tls,
+            "username": username, "password": password, "timeout_s": timeout_s,
+        }  # fmt: skip
+        self._link = Link(settings, fallback=fallback)
+
+    def __enter__(self) -> PionPromptCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the server. Later calls open new ones."""
+        self._link.close()
+
+    def get_or_prefill(
+        self, ids: Sequence[int] | Any, namespace: Namespace | None = None, *, progress: Progress | None = None
+    ) -> list[Any]:
+        """Caches, in mlx-lm's order, that hold exactly `len(ids)` tokens: fetched if stored, else computed and stored.
+
+        Args:
+            ids: token ids, at least one.
+            namespace: where the prefix is stored. None derives a strict name from the model and the ids. A name of
+                one's own stands for itself: the prefix is stored whole. What is found under it is used only if it was
+                computed from these tokens by this very model, tokenizer and format; anything else counts as a mismatch
+                and is left alone.
+            progress: called with (tokens done, tokens in all) before and after each step of a prefill. An exception
+                that it raises cancels: nothing is stored.
+
+        Each call returns caches of its own; changing them changes nothing stored.
+        """
+        wanted = token_ids(ids)
+        context = self._context()
+        name = context.namespace(wanted) if namespace is None else namespace
+        with self._link.operation() as server:
+            found, mismatch = self._exact(server, context, name, wanted)
+            if found is not None:
+                self._counters.add(hits=1)
+                return found.caches
+            found = self._match(server, context, wanted)
+            return self._complete(
+                server, context, name, wanted, found, chain=namespace is None, store=not mismatch, progress=progress
+            )
+
+    def prepare_prompt(
+        self, ids: Sequence[int] | Any, *, progress: Progress | None = None
+    ) -> tuple[list[Any], list[int]]:
+        """(caches, rest): the caches hold the beginning of the prompt, `rest` are the tokens still to be evaluated.
+
+        The longest stored prefix is fetched. What follows it is computed up to the last full block and stored, as a
+        segment that continues what was found; text shorter than a segment is left in `rest`. `rest` has at least one
+        token, because a model needs one to answer: hand both to mlx-lm's `generate`. Cold and warm calls split the
+        prompt at the same token, so they give the same bits with vquant="native".
+        """
+        wanted = token_ids(ids)
+        boundary = (len(wanted) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        head = wanted[:boundary]
+        context = self._context()
+        with self._link.operation() as server:
+            found = self._match(server, context, head) if boundary else None
+            have = found.tokens if found is not None else 0
+            if boundary - have >= MIN_SEGMENT_TOKENS:
+                caches = self._complete(
+                    server, context, context.namespace(head), head, found, chain=True, store=True, progress=progress
+                )
+                return caches, wanted[boundary:].tolist()
+        if found is None:
+            self._counters.add(misses=1)
+            return prefill(self._model, wanted[:0]), wanted.tolist()
+        self._counters.add(**{"hits" if have == boundary else "partial_hits": 1})
+        return found.caches, wanted[have:].tolist()
+
+    def lookup(self, namespace: Namespace) -> bool:
+        """Whether a prefix is stored under this name. The server counts it as a hit or a miss of no tokens."""
+        with self._link.operation() as server:
+            return server.ask("lookup", lambda client: client.prefix_lookup(namespace, tokens=0), otherwise=False)
+
+    def drop(self, *namespaces: Namespace, cascade: bool = False) -> int:
+        """Drop prefixes; how many there were. With `cascade` also those that continue them.
+
+        Raises the server's error for a prefix that others continue, unless `cascade` is given: that is a question for
+        the caller, not a failure to fall back from.
+        """
+        if not namespaces:
+            return 0
+        with self._link.operation() as server:
+            refused: list[ServerError] = []
+
+            def dropped(client: PionClient) -> int:
+                try:
+                    return client.prefix_drop(*namespaces, cascade=cascade)
+                except ServerError as error:
+                    refused.append(error)
+                    return 0
+
+            count = server.ask("drop", dropped, otherwise=0)
+            if refused:
+                raise refused[0]
+            return count
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since this instance was made.
+
+        hits, partial_hits, misses, hit_rate; fetch_ms_total, store_ms_total, prefill_ms_total; tokens_restored,
+        tokens_prefilled; bytes_fetched, bytes_stored; stored, not_stored (prefixes); waited (for another client's
+        prefill); mismatches (something else was found under the name); fallbacks (went on without the server).
+        """
+        return {**self._counters.as_dict(), "fallbacks": self._link.failures}
+
+    @staticmethod
+    def make_namespace(*parts: Any, **seed_names: Any) -> str:
+        """A name made of parts: the first 32 hex digits of SHA-256 of the parts joined by "|".
+
+        Keyword arguments (model_id=..., prompt_text=...) are parts in the order given. Parts that contain "|" can
+        collide, and what isn't named isn't covered: the strict name that `namespace=None` derives has neither fault.
+        """
+        text = "|".join(map(str, (*parts, *seed_names.values())))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def namespace(self, ids: Sequence[int] | Any) -> str:
+        """The strict name under which `get_or_prefill(ids)` stores."""
+        return self._context().namespace(token_ids(ids))
+
+    # Parts
+
+    def _context(self) -> Context:
+        return Context.of(
+            self._fingerprint.current(),
+            self._slots,
+            self._layout,
+            tokenizer=self._tokenizer_hash,
+            adapter_path=self._adapter_path,
+        )
+
+    def _exact(
+        self, server: Operation, context: Context, name: Namespace, ids: TokenIds, *, count: bool = True
+    ) -> tuple[_Found | None, bool]:
+        """(the prefix stored under this name, whether something else is). A hit is counted once it is restored."""
+        meta = server.ask("META", lambda client: client.prefix_meta(name), None)
+        common = context.common_tokens(meta, ids)
+        if common == len(ids):
+            found = self._restore(server, context, name, len(ids), count=count)
+            return found, False
+        if not count:
+            return None, False
+        # Tells the server about the miss. A hit is a prefix that is there, but not ours to use.
+        there = server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=0), otherwise=False)
+        if there:
+            self._counters.add(mismatches=1)
+            logger.warning("namespace %r holds something else than these tokens of this model; not used", name)
+        return None, there
+
+    def _match(self, server: Operation, context: Context, ids: TokenIds) -> _Found | None:
+        """The longest stored prefix of these tokens, in whole blocks."""
+        hashes = context.block_hashes(ids)
+        if not len(hashes) or not self._longest_match:
+            return None
+        match = server.ask("MATCH", lambda client: client.prefix_match(hashes, size=BLOCK_TOKENS), None)
+        if match is None:
+            return None
+        meta = server.ask("META", lambda client: client.prefix_meta(match.namespace), None)
+        # The hashes only nominate; the token ids decide.
+        common = min(context.common_tokens(meta, ids), match.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+        return self._restore(server, context, match.namespace, common) if common else None
+
+    def _restore(
+        self, server: Operation, context: Context, name: Namespace, tokens: int, *, count: bool = True
+    ) -> _Found | None:
+        """Fetch; None when it isn't there any more, or not in the expected shape."""
+        start = time.perf_counter()
+
+        def fetched(client: PionClient) -> tuple[list[Any], int] | None:
+            try:
+                return transfer.fetch(client, name, context, tokens)
+            except ServerError as error:
+                logger.info("prefix %r went away before it was fetched: %s", name, error)
+                return None
+
+        result = server.ask("FETCH", fetched, None)
+        if result is None:
+            return None
+        caches, nbytes = result
+        elapsed_ms = (time.perf_counter() - start) * 1000
+        self._counters.add(fetch_ms_total=elapsed_ms, bytes_fetched=nbytes, tokens_restored=tokens)
+        if count:
+            # After the fetch, so that the receipt counts what was really restored.
+            server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=tokens), otherwise=False)
+        return _Found(name, tokens, caches)
+
+    def _complete(
+        self,
+        server: Operation,
+        context: Context,
+        name: Namespace,
+        ids: TokenIds,
+        found: _Found | None,
+        *,
+        chain: bool,
+        store: bool,
+        progress: Progress | None,
+    ) -> list[Any]:
+        """Compute what `found` lacks and store it; or wait for another client that is computing it."""
+        have = found.tokens if found is not None else 0
+        if chain and have == len(ids) and found is not None:
+            self._counters.add(hits=1)
+            return found.caches
+        plan = _Plan(context, name, ids, (found.namespace, have) if chain and found is not None and have else None)
+        claim = server.ask("REGISTER", lambda client: _claim(client, plan), _Claim.NO) if store else _Claim.NO
+        if claim is _Claim.OTHERS:
+            waited = self._wait(server, context, name, ids, have)
+            if waited is not None:
+                return waited.caches
+        start = time.perf_counter()
+        caches = prefill(
+            self._model, ids, found.caches if found is not None else None,
+            done=have, step=self._step, progress=progress,
+        )  # fmt: skip
+        elapsed_ms = (time.perf_counter() - start) * 1000
+        computed = len(ids) - have
+        if computed:
+            self._ms_per_token = elapsed_ms / computed
+        self._counters.add(
+            **{"partial_hits" if have else "misses": 1}, prefill_ms_total=elapsed_ms, tokens_prefilled=computed
+        )
+        stored = claim is _Claim.OURS and self._store(server, plan, caches, elapsed_ms if not have else None)
+        self._counters.add(**{"stored" if stored else "not_stored": 1})
+        return caches
+
+    def _wait(self, server: Operation, context: Context, name: Namespace, ids: TokenIds, have: int) -> _Found | None:
+        """Wait for another client's prefill, at most as long as the same would take here."""
+        self._counters.add(waited=1)
+        wait_ms = max(1, round(self._estimate_ms(len(ids) - have)))
+        there = server.ask("WAIT", lambda client: client.prefix_lookup(name, wait_ms=wait_ms, tokens=len(ids)), False)
+        found = self._exact(server, context, name, ids, count=False)[0] if there else None
+        if found is not None:
+            self._counters.add(hits=1)
+        return found
+
+    def _estimate_ms(self, tokens: int) -> float:
+        """How long this process would take for a prefill: as the last one went, else after a short trial."""
+        if self._ms_per_token is None:
+            start = time.perf_counter()
+            prefill(self._model, token_ids([0] * TRIAL_TOKENS))
+            self._ms_per_token = (time.perf_counter() - start) * 1000 / TRIAL_TOKENS
+        return self._ms_per_token * tokens
+
+    def _store(self, server: Operation, plan: _Plan, caches: list[Any], prefill_ms: float | None) -> bool:
+        """Send the rows of a prefix that is registered for us. The server shows it to nobody until it is complete."""
+        start = time.perf_counter()
+
+        def stored(client: PionClient) -> int:
+            # Again: if the server dropped it because the prefill took longer than it waits, this makes it ours once
+            # more, or says that another client took over.
+            if _claim(client, plan) is not _Claim.OURS:
+                return 0
+            try:
+                hashes = plan.hashes()
+                _register(
+                    client,
+                    plan,
+                    meta=plan.context.meta(plan.ids, self._label(plan.ids)),
+                    blocks=(BLOCK_TOKENS, hashes) if len(hashes) else None,
+                    prefill_ms=prefill_ms,
+                )
+                return transfer.store(client, plan.name, plan.context, caches, plan.offset)
+            except PionClientError:
+                client.close()  # what is pending goes with the connection
+                raise
+
+        nbytes = server.ask("store", stored, 0)
+        self._counters.add(store_ms_total=(time.perf_counter() - start) * 1000, bytes_stored=nbytes)
+        return nbytes > 0
+
+    def _label(self, ids: TokenIds) -> str:
+        """For people who look at what is stored: the beginning of the text, if there is a tokenizer to tell it."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(ids[:LABEL_TOKENS].tolist()))
+
+
+@attrs.frozen
+class _Plan:
+    """A prefix to be stored: all its tokens, and the stored part that it continues, if any."""
+
+    context: Context
+    name: Namespace
+    ids: TokenIds
+    parent: tuple[Namespace, int] | None
+
+    @property
+    def offset(self) -> int:
+        """The first token whose row is stored here."""
+        return self.parent[1] if self.parent is not None else 0
+
+    def hashes(self) -> Any:
+        """The hashes of the blocks that end in this segment."""
+        return self.context.block_hashes(self.ids)[self.offset // BLOCK_TOKENS :]
+
+
+class _Claim(enum.Enum):
+    """Whose a namespace is after registering it."""
+
+    OURS = "ours to fill"
+    OTHERS = "another client fills it, or has just filled it"
+    NO = "the server doesn't want it"
+
+
+def _claim(client: PionClient, plan: _Plan) -> _Claim:
+    """Make the name ours to fill.
+
+    It is registered without META first: if another client has completed it meanwhile, registering succeeds and would
+    put our META over its rows. Once it is pending and ours, nobody else can complete it.
+    """
+    registered = _register(client, plan)
+    if registered is Registered.DEFERRED:
+        return _Claim.NO
+    if registered is Registered.PENDING or client.prefix_ttl(plan.name) != NO_SUCH_PREFIX:
+        return _Claim.OTHERS
+    return _Claim.OURS
+
+
+def _register(client: PionClient, plan: _Plan, **options: Any) -> Registered:
+    keys, values = plan.context.layout.runs(plan.context.slots)
+    return client.prefix_register_schema(
+        plan.name,
+        keys,
+        values,
+        layers=len(plan.context.slots),
+        tokens=len(plan.ids) - plan.offset,
+        parent=plan.parent,
+        **options,
+    )

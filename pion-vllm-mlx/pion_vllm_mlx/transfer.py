@@ -1,0 +1,165 @@
+"""Moving a prefix between a cache and the server: rows out, rows in.
+
+In: one request fetches every layer; the bytes of each layer and side are received into one small buffer, which stays in
+the processor's cache, and copied transposed from there into the final memory of the cache. Out: layer by layer, each a
+fresh copy, sent as it lies; a group of layers goes in one pipeline, and a group is bounded so that a long prefix
+doesn't need its size in memory a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from pion.client import PionClient
+from pion.client.errors import PionClientError, ServerError
+from pion_vllm_mlx.prefix_key import Context
+from pion_vllm_mlx.slots import BITS, CODECS_BY_KIND, DTYPES, BlankSlot, SlotShape, codec, row_bytes
+
+RECEIVE_BYTES: Final = 1 << 18
+"""The receive buffer: 256 KiB fits the second-level cache, and is few enough calls."""
+
+GROUP_BYTES: Final = 64 << 20
+"""Rows copied and sent together."""
+
+SPARE_TOKENS: Final = 256
+"""Room left after the prefix, so that the first generated token doesn't move all of it; one step of KVCache."""
+
+
+class RejectedPrefixError(PionClientError):
+    """What the server sent is not what the model needs: other sizes or another number of layers."""
+
+
+def fetch(client: PionClient, namespace: str | bytes, context: Context, tokens: int) -> tuple[list[Any], int]:
+    """(caches that hold the first `tokens` tokens of a prefix, bytes received).
+
+    Raises ServerError when the prefix isn't there (any more), RejectedPrefixError when it has another shape, TransportError.
+    """
+    receiver = _Receiver(context, tokens)
+    client.prefix_fetch_into(namespace, receiver.receive, receiver.done, start=0, end=tokens, as_=receiver.wire)
+    return receiver.caches(), receiver.received
+
+
+class _Receiver:
+    """The callbacks of one fetch. Bulk 2i is the keys of slot i, bulk 2i + 1 its values."""
+
+    def __init__(self, context: Context, tokens: int) -> None:
+        self._slots = context.slots
+        self._tokens = tokens
+        self._capacity = _rounded_up(tokens + SPARE_TOKENS, SPARE_TOKENS)
+        stored = {*context.layout.keys, *context.layout.values}
+        # Rows in a format that NumPy can't read come widened by the server, in the widest type the model uses.
+        self._native = stored <= set(BITS)
+        self._formats = (context.layout.keys, context.layout.values)
+        self.wire: Any = "native" if self._native else "fp32"
+        self.received = 0
+        self._blanks: list[BlankSlot] = []
+        self._buffer = np.empty(0, np.uint8)
+        self._index = -1
+        self._row = 0
+        self._rows = 0
+
+    def receive(self, index: int, nbytes: int) -> memoryview:
+        slot = self._slots[index // 2] if index // 2 < len(self._slots) else None
+        if slot is None:
+            msg = f"the prefix has more than the model's {len(self._slots)} layers"
+            raise RejectedPrefixError(msg)
+        side = slot.values if index % 2 else slot.keys
+        row_bytes = side.width * np.dtype(self._bits(index)).itemsize
+        if index != self._index:
+            if nbytes != self._tokens * row_bytes:
+                msg = f"layer {index // 2} came with {nbytes} bytes instead of {self._tokens} rows of {row_bytes}"
+                raise RejectedPrefixError(msg)
+            if not index % 2:
+                blank = CODECS_BY_KIND[slot.kind].blank(slot, self._tokens, self._capacity)
+                self._blanks.append(blank)
+            self._index, self._row = index, 0
+        self._rows = min(max(1, RECEIVE_BYTES // row_bytes), self._tokens - self._row)
+        size = self._rows * row_bytes
+        if len(self._buffer) < size:
+            self._buffer = np.empty(size, np.uint8)
+        return self._buffer.data[:size]
+
+    def done(self, index: int) -> None:
+        slot = self._slots[index // 2]
+        side = slot.values if index % 2 else slot.keys
+        blank = self._blanks[index // 2]
+        target = (blank.values if index % 2 else blank.keys)[:, self._row : self._row + self._rows]
+        bits = np.dtype(self._bits(index))
+        raw = self._buffer[: self._rows * side.width * bits.itemsize].view(bits)
+        rows = _as_type(raw, self._wire_type(index), slot.dtype).reshape(self._rows, side.heads, side.head_dim)
+        target[...] = rows.transpose(1, 0, 2)
+        self._row += self._rows
+        self.received += raw.nbytes
+
+    def caches(self) -> list[Any]:
+        if len(self._blanks) != len(self._slots) or self._row != self._tokens:
+            msg = f"the prefix has {len(self._blanks)} layers, the model {len(self._slots)}"
+            raise RejectedPrefixError(msg)
+        return [blank.finish() for blank in self._blanks]
+
+    def _wire_type(self, index: int) -> str:
+        return self._formats[index % 2][index // 2] if self._native else "fp32"
+
+    def _bits(self, index: int) -> Any:
+        return BITS[self._wire_type(index)]
+
+
+def _as_type(raw: np.ndarray[Any, Any], have: str, want: str) -> np.ndarray[Any, Any]:
+    """Values of one of the three float types as another; the same array when nothing changes."""
+    if have == want:
+        return raw
+    array = mx.array(raw)  # MLX converts half precision faster than NumPy, and knows bfloat16
+    array = (array.view(mx.bfloat16) if have == "bf16" else array).astype(DTYPES[want])
+    array = array.view(mx.uint16) if want == "bf16" else array
+    mx.eval(array)
+    return np.asarray(memoryview(array))
+
+
+def store(client: PionClient, namespace: str | bytes, context: Context, caches: Sequence[Any], start: int) -> int:
+    """Send the rows from token `start` on, as rows 0 and up of a registered prefix; returns the bytes sent.
+
+    What is sent was copied out of the caches first. Raises the server's first error, or TransportError.
+    """
+    name = namespace.encode() if isinstance(namespace, str) else namespace
+    sent = 0
+    group: list[list[Any]] = []
+    group_bytes = 0
+    for command, nbytes in _stores(name, context.slots, caches, start):
+        group.append(command)
+        group_bytes += nbytes
+        if group_bytes >= GROUP_BYTES:
+            _send(client, group)
+            sent, group, group_bytes = sent + group_bytes, [], 0
+    if group:
+        _send(client, group)
+    return sent + group_bytes
+
+
+def _stores(
+    name: bytes, slots: Sequence[SlotShape], caches: Sequence[Any], start: int
+) -> Iterator[tuple[list[Any], int]]:
+    for layer, (slot, cache) in enumerate(zip(slots, caches, strict=True)):
+        entry = codec(cache)
+        end = entry.tokens(cache)
+        token_bytes = max(slot.keys.width, slot.values.width) * np.dtype(BITS[slot.dtype]).itemsize
+        step = max(1, GROUP_BYTES // token_bytes)
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            for suffix, rows in zip((b"_pk", b"_pv"), entry.rows(cache, first, last), strict=True):
+                data = row_bytes(rows)
+                command = [name + suffix, layer, first - start, last - first, "AS", slot.dtype, data]
+                yield ["V.STOREBATCH", *command], data.nbytes
+
+
+def _send(client: PionClient, group: list[list[Any]]) -> None:
+    for reply in client.pipeline(group):
+        if isinstance(reply, ServerError):
+            raise reply
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
