@@ -22,7 +22,7 @@ from pion.context import Clock, Services
 from pion.dispatch import Dispatcher
 from pion.errors import PluginError, StartupError
 from pion.monitor import Monitor
-from pion.net import listener
+from pion.net import endpoints, listener
 from pion.plugins import make_plugin_manager, make_registry
 from pion.receipt import Receipt
 from pion.registry import Registry
@@ -137,7 +137,9 @@ async def serve(
     services = worker.services
     draining = services.state["draining"] = trio.Event()
     try:
-        listeners = await open_listeners(services)
+        listeners = await endpoints.open_listeners(services.config)
+        services.tcp_port = listeners[0].socket.getsockname()[1]
+        services.listening = [endpoints.describe(each) for each in listeners]
         try:
             async with trio.open_nursery() as service_nursery:
                 await _start_services(worker, service_nursery)
@@ -166,7 +168,7 @@ async def serve(
             for opened in listeners:
                 with trio.CancelScope(deadline=trio.current_time() + 1, shield=True):
                     await opened.aclose()
-            _remove(services.config.unix)
+            endpoints.remove_socket(services.config.unix)
     finally:
         worker.hook("shutdown")
     logger.info("stopped")
@@ -190,69 +192,6 @@ async def _watch_signals(
         async for number in signals:
             logger.info("got %s", signal.Signals(number).name)
             request_shutdown(draining.is_set())
-
-
-async def open_listeners(services: Services) -> list[trio.SocketListener]:
-    """Bind the TCP port and the Unix socket. Raises `StartupError` saying which address and why."""
-    config = services.config
-    try:
-        opened = await trio.open_tcp_listeners(config.port, host=config.host, backlog=config.backlog)
-    except OSError as error:
-        raise StartupError(
-            f"can't listen on {config.host}:{config.port}: {error.strerror or error}; "
-            "is another server running there? --port 0 picks a free port"
-        ) from error
-    services.tcp_port = opened[0].socket.getsockname()[1]
-    for each in opened:
-        address = each.socket.getsockname()
-        services.listening.append(f"tcp://{address[0]}:{address[1]}")
-    if config.unix:
-        try:
-            opened.append(await _open_unix(config))
-        except OSError as error:
-            for each in opened:
-                await each.aclose()
-            raise StartupError(f"can't listen on the Unix socket {config.unix}: {error.strerror or error}") from error
-        services.listening.append(f"unix://{config.unix}")
-    return opened
-
-
-async def _open_unix(config: Config) -> trio.SocketListener:
-    if _is_socket(config.unix):
-        # Left behind by a killed server, or in use by a living one: only connecting tells.
-        probe = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
-        with probe:
-            try:
-                await probe.connect(config.unix)
-            except ConnectionRefusedError:
-                _remove(config.unix)
-            else:
-                raise StartupError(f"another server listens on the Unix socket {config.unix}")
-    sock = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
-    try:
-        await sock.bind(config.unix)
-        _make_private(config.unix)
-        sock.listen(config.backlog)
-    except BaseException:
-        sock.close()
-        raise
-    return trio.SocketListener(sock)
-
-
-# File system calls on one path, at start and stop only: not worth a thread.
-
-
-def _is_socket(path: str) -> bool:
-    return Path(path).is_socket()
-
-
-def _make_private(path: str) -> None:
-    Path(path).chmod(0o700)
-
-
-def _remove(path: str) -> None:
-    if path:
-        Path(path).unlink(missing_ok=True)
 
 
 def run(config: Config, announce: Callable[[Started], None]) -> None:
