@@ -36,6 +36,7 @@ def server_main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="TOML file of options, named as here without the dashes")
     add_arguments(parser)
     arguments = vars(parser.parse_args(argv))
+    status = 0
     try:
         config = build_config(arguments, arguments["config"])
         logs.configure(config.log_level, config.log_format)
@@ -44,8 +45,8 @@ def server_main(argv: Sequence[str] | None = None) -> int:
         server.run(config, lambda started: _announce(started, time.monotonic() - begun))
     except* StartupError as group:
         _fail(group)
-        return EXIT_USAGE
-    return 0
+        status = EXIT_USAGE
+    return status
 
 
 def _fail(group: BaseExceptionGroup[StartupError]) -> None:
