@@ -177,8 +177,7 @@ class Connection:
                 nbytes = 0
             reply = await execute(context, argv)
             if session.reply_off or session.reply_skip:
-                if session.reply_skip:
-                    session.reply_skip -= 1
+                session.reply_skip -= session.reply_skip > 0
             elif type(reply) is Simple:
                 out.append(reply.wire)
             else:
@@ -193,7 +192,10 @@ class Connection:
                     return
                 await self._yield()
         if isinstance(refused, Refused):
-            encode(self._refuse(refused), session.resp, out)
+            if session.reply_off or session.reply_skip:
+                session.reply_skip -= session.reply_skip > 0
+            else:
+                encode(self._refuse(refused), session.resp, out)
         await self._flush(out, nbytes)
         if self._reserved and not self._parser.in_request and session.transaction is None:
             self._table.budget.release(self._reserved)

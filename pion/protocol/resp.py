@@ -326,6 +326,7 @@ class RespParser:
                 self._target[:taken] = self._data[self._position : self._position + taken]
             self.filled(taken)
             self._position += taken
+            self._held -= taken  # charged when its memory was allocated
             available -= taken
         if self.payload_left or available < 2:
             return False
