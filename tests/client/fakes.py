@@ -16,6 +16,8 @@ class Peer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = sock.makefile("rb")
 
     def request(self) -> list[bytes]:

@@ -124,9 +124,12 @@ def test_a_connection_that_ends_inside_a_reply_never_gives_part_of_it(part: byte
         peer.request()
         peer.send(part)
 
-    with FakeServer(script) as server, client_of(server, retries=0) as client:
-        with pytest.raises(errors.ConnectionLostError, match=r"closed|broke"):
-            client.prefix_fetch("ns")
+    with (
+        FakeServer(script) as server,
+        client_of(server, retries=0) as client,
+        pytest.raises(errors.ConnectionLostError, match=r"closed|broke"),
+    ):
+        client.prefix_fetch("ns")
 
 
 @pytest.mark.parametrize(
@@ -147,15 +150,21 @@ def test_garbage_closes_the_connection_and_the_next_call_works(reply: bytes) -> 
 
 
 def test_a_reply_of_another_kind_than_the_command_gives() -> None:
-    with FakeServer(answer(b"+MAYBE\r\n")) as server, client_of(server) as client:
-        with pytest.raises(errors.BadReplyError, match="HIT"):
-            client.prefix_lookup("ns")
+    with (
+        FakeServer(answer(b"+MAYBE\r\n")) as server,
+        client_of(server) as client,
+        pytest.raises(errors.BadReplyError, match="HIT"),
+    ):
+        client.prefix_lookup("ns")
 
 
 def test_a_reply_over_the_limit() -> None:
-    with FakeServer(answer(b"*2\r\n$600\r\n")) as server, client_of(server, max_reply_bytes=599) as client:
-        with pytest.raises(errors.BadReplyError, match="599"):
-            client.prefix_fetch("ns")
+    with (
+        FakeServer(answer(b"*2\r\n$600\r\n")) as server,
+        client_of(server, max_reply_bytes=599) as client,
+        pytest.raises(errors.BadReplyError, match="599"),
+    ):
+        client.prefix_fetch("ns")
 
 
 @pytest.mark.parametrize("part", [b"", b"$100000\r\nabc"])

@@ -108,7 +108,7 @@ def answers(*replies: bytes) -> tuple[list[bytes], object]:
 
 
 def test_the_first_error_is_raised_and_the_prefix_given_up() -> None:
-    seen, script = answers(b"+OK\r\n", b"+OK\r\n", b"-OOM full\r\n", b"-ERR no session\r\n")
+    _, script = answers(b"+OK\r\n", b"+OK\r\n", b"-OOM full\r\n", b"-ERR no session\r\n")
     with FakeServer(script) as server, client_of(server) as client:
         with pytest.raises(errors.OutOfMemoryError, match="full"):
             store(client)
@@ -147,9 +147,12 @@ def test_busy_keeps_the_connection() -> None:
 
 
 def test_another_shape_under_that_name() -> None:
-    with FakeServer(answer(b"-EXISTS other shape\r\n")) as server, client_of(server) as client:
-        with pytest.raises(errors.ExistsError):
-            store(client)
+    with (
+        FakeServer(answer(b"-EXISTS other shape\r\n")) as server,
+        client_of(server) as client,
+        pytest.raises(errors.ExistsError),
+    ):
+        store(client)
 
 
 def test_a_connection_lost_while_storing_is_not_made_up_for_by_another() -> None:
@@ -161,7 +164,7 @@ def test_a_connection_lost_while_storing_is_not_made_up_for_by_another() -> None
         peer.request()
 
     with FakeServer(script) as server, client_of(server) as client:
-        with pytest.raises(errors.OutcomeUnknownError, match="V.STOREBATCH"):
+        with pytest.raises(errors.OutcomeUnknownError, match=r"V\.STOREBATCH"):
             store(client)
         assert server.served == 1
 
