@@ -1,0 +1,334 @@
+"""The KV.PREFIX commands that read: LOOKUP, FETCH, MATCH, META, CHAIN, BLOCKS, MEMBERSHIP."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import trio
+
+from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
+from pion.command import Arg, ArgType, Command, Flag, KeySpec
+from pion.commands.kvprefix_register import NS, hash_blob
+from pion.commands.vstore_common import AS_ARG, row_range, split_as, wrong_arity
+from pion.context import Context
+from pion.errors import CommandError
+from pion.replies import Blob, Buffer, Reply, Simple, Stream
+from pion.storage import reading
+from pion.storage.prefix_index import membership
+from pion.storage.formats import Wire
+from pion.storage.unit import SIDES, Unit
+
+HIT: Final = Simple("HIT")
+MISS: Final = Simple("MISS")
+UNKNOWN: Final = Simple("UNKNOWN")
+
+
+async def lookup(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>] [WAIT <ms>].
+
+    Cancellation: while waiting, nothing is recorded.
+    """
+    services = context.services
+    store, receipt = services.vstore, services.receipt
+    ns = argv[1] if type(argv[1]) is bytes else name(argv[1], "namespace")
+    tokens: int | None = None
+    prefill_ms: float | None = None
+    wait_ms = 0
+    if len(argv) > 2:
+        tokens, prefill_ms, wait_ms = _lookup_options(argv, services.config.max_wait_ms)
+    unit = store.visible(ns)
+    if unit is None:
+        name(ns, "namespace")
+        if wait_ms:
+            await _wait_pending(context, ns, wait_ms)
+            unit = store.visible(ns)
+        if unit is None:
+            receipt.kvprefix_misses += 1
+            return MISS
+    if not context.session.no_touch:
+        store.touch(unit)
+    own = unit.tokens
+    if prefill_ms is None and (tokens is None or tokens == own):
+        prefill_ms = unit.prefill_ms
+    receipt.hit(own if tokens is None else tokens, prefill_ms)
+    return HIT
+
+
+def _lookup_options(argv: list[Buffer], max_wait_ms: int) -> tuple[int | None, float | None, int]:
+    tokens: int | None = None
+    prefill_ms: float | None = None
+    wait_ms = 0
+    cursor = Cursor(argv, 2, "KV.PREFIX.LOOKUP")
+    while cursor:
+        option = cursor.option()
+        if option == b"TOKENS":
+            tokens = integer(cursor.value("TOKENS"), "TOKENS")
+        elif option == b"PREFILL_MS":
+            prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, 1e12)
+        elif option == b"WAIT":
+            wait_ms = integer(cursor.value("WAIT"), "WAIT", 0, max_wait_ms)
+        else:
+            raise cursor.unknown(option, "TOKENS, PREFILL_MS or WAIT")
+    return tokens, prefill_ms, wait_ms
+
+
+async def _wait_pending(context: Context, ns: bytes, wait_ms: int) -> None:
+    """Until the pending prefix completes or is dropped, or the time is over; not for the connection that fills it."""
+    unit = context.services.vstore.any_prefix(ns)
+    pending = unit.pending if unit is not None else None
+    if pending is None or pending.owner == context.session.id:
+        return
+    woken = trio.Event()
+    pending.waiters.append(woken.set)
+    with trio.move_on_after(wait_ms / 1000):
+        await woken.wait()
+    pending.forget(woken.set)
+
+
+async def fetch(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.FETCH <ns> [RANGE <s> <e>] [AS ..]."""
+    ns = name(argv[1], "namespace")
+    span, wire = _fetch_options(argv)
+    store = context.services.vstore
+    unit = store.prefix(ns)
+    start, stop = span or (0, unit.end)
+    layers = unit.layer_count if unit.declaration is not None else max(part.layer_count for part in unit.chain())
+    if unit.declaration is not None and start < stop and stop > unit.end:
+        raise CommandError(f"no row {unit.tokens} in layer 0")
+    answers: list[Blob | Stream] = []
+    for layer in range(layers):
+        for side in SIDES:
+            schema = unit.schema(side)
+            assert schema is not None  # noqa: S101  a visible prefix has both sides
+            spans = reading.gather_chain(unit, side, layer, start, stop)
+            answers.append(reading.reply(spans, schema.layer(layer), wire))
+    if not context.session.no_touch:
+        store.touch(unit)
+    store.fetches += 1
+    context.services.receipt.kvprefix_bytes_served += sum(answer.nbytes for answer in answers)
+    return answers
+
+
+def _fetch_options(argv: list[Buffer]) -> tuple[tuple[int, int] | None, Wire]:
+    argv, wire = split_as(argv, 2)
+    if len(argv) == 2:
+        return None, wire
+    if bytes(argv[2][:8]).upper() != b"RANGE":
+        raise CommandError("KV.PREFIX.FETCH: unknown option, expected RANGE or AS")
+    if len(argv) != 5:
+        raise wrong_arity("KV.PREFIX.FETCH")
+    return row_range(argv[3], argv[4]), wire
+
+
+async def match(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.MATCH <n> <hashes> [SIZE <s>] [IN <ns-prefix>]."""
+    hashes = hash_blob(argv[1], argv[2])
+    size: int | None = None
+    within = b""
+    cursor = Cursor(argv, 3, "KV.PREFIX.MATCH")
+    while cursor:
+        option = cursor.option()
+        if option == b"SIZE":
+            size = integer(cursor.value("SIZE"), "SIZE", 1, 2**32 - 1)
+        elif option == b"IN":
+            value = cursor.value("IN")
+            if len(value) > MAX_NAME_BYTES:
+                raise CommandError(f"IN must be at most {MAX_NAME_BYTES} bytes long, got {len(value)}")
+            within = bytes(value)
+        else:
+            raise cursor.unknown(option, "SIZE or IN")
+    found = context.services.vstore.match(hashes, size, within)
+    if found is None:
+        return None
+    unit, blocks, block_size = found
+    return [unit.name, blocks, blocks * block_size]
+
+
+def _visible(context: Context, value: Buffer) -> Unit | None:
+    return context.services.vstore.visible(name(value, "namespace"))
+
+
+async def meta(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.META <ns>."""
+    unit = _visible(context, argv[1])
+    return None if unit is None else unit.meta
+
+
+async def chain(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.CHAIN <ns>."""
+    unit = _visible(context, argv[1])
+    return None if unit is None else [[part.name, part.offset, part.tokens] for part in unit.chain()]
+
+
+async def blocks(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.BLOCKS <ns>."""
+    unit = _visible(context, argv[1])
+    if unit is None or unit.table is None:
+        return UNKNOWN
+    own = unit.table.own
+    head = struct.pack("<II", unit.table.block_size, len(own) // 8)
+    return Blob((head, own), len(head) + len(own))
+
+
+async def is_member(context: Context, argv: list[Buffer]) -> Reply:
+    """KV.PREFIX.MEMBERSHIP <ns> <n> <hashes>."""
+    ns = name(argv[1], "namespace")
+    wanted = integer(argv[2], "hash count") * 8
+    if len(argv[3]) != wanted:
+        raise CommandError(f"hashes must be {wanted} bytes (8 for each), got {len(argv[3])}")
+    unit = context.services.vstore.visible(ns)
+    if unit is None or unit.table is None:
+        return UNKNOWN
+    return membership(unit.table, argv[3])
+
+
+_HASHES: Final = (
+    Arg(name="count", type=ArgType.INTEGER, summary="number of hashes"),
+    Arg(name="hashes", summary="count little-endian u64"),
+)
+
+COMMANDS: Final = (
+    Command(
+        name="KV.PREFIX.LOOKUP",
+        arity=-2,
+        summary="Say whether a prefix is there and complete; a hit is credited in PION.STATS",
+        since="0.1.0",
+        handler=lookup,
+        flags=Flag.READONLY | Flag.FAST | Flag.BLOCKING,
+        keys=KeySpec(1, 1),
+        args=(
+            NS,
+            Arg(
+                name="tokens",
+                type=ArgType.INTEGER,
+                token="TOKENS",  # noqa: S106
+                optional=True,
+                summary="tokens to credit instead of the prefix's own",
+            ),
+            Arg(
+                name="prefill-ms",
+                type=ArgType.DOUBLE,
+                token="PREFILL_MS",  # noqa: S106
+                optional=True,
+                summary="measured prefill time to credit instead of the registered one",
+            ),
+            Arg(
+                name="wait-ms",
+                type=ArgType.INTEGER,
+                token="WAIT",  # noqa: S106
+                optional=True,
+                summary="wait so long for a prefix that another connection is filling",
+            ),
+        ),
+        reply="+HIT or +MISS",
+        group="kvprefix",
+        examples=("KV.PREFIX.LOOKUP app|llama|a", "KV.PREFIX.LOOKUP app|llama|b WAIT 5000"),
+        errors=("-ERR unknown option; nothing is recorded then",),
+    ),
+    Command(
+        name="KV.PREFIX.FETCH",
+        arity=-2,
+        summary="Fetch a whole prefix, ancestors included, as one atomic view",
+        since="0.1.0",
+        handler=fetch,
+        flags=Flag.READONLY,
+        keys=KeySpec(1, 1),
+        args=(
+            NS,
+            Arg(
+                name="range",
+                type=ArgType.BLOCK,
+                token="RANGE",  # noqa: S106
+                optional=True,
+                summary="positions in the whole text; all of it without",
+                args=(Arg(name="start", type=ArgType.INTEGER), Arg(name="end", type=ArgType.INTEGER)),
+            ),
+            AS_ARG,
+        ),
+        reply="array [k0, v0, k1, v1, ...] of bulk strings",
+        complexity="O(layers x segments); the bytes are sent without a copy when no conversion is needed",
+        group="kvprefix",
+        examples=("KV.PREFIX.FETCH app|llama|a AS native", "KV.PREFIX.FETCH app|llama|a RANGE 0 512 AS native"),
+        errors=("-ERR no prefix '<ns>'", "-ERR no row <id> in layer <n>"),
+    ),
+    Command(
+        name="KV.PREFIX.MATCH",
+        arity=-3,
+        summary="Find the stored prefix that shares the longest beginning with a list of block hashes",
+        since="0.1.0",
+        handler=match,
+        flags=Flag.READONLY,
+        args=(
+            *_HASHES,
+            Arg(
+                name="size",
+                type=ArgType.INTEGER,
+                token="SIZE",  # noqa: S106
+                optional=True,
+                summary="tokens per block; without it every size is searched",
+            ),
+            Arg(name="ns-prefix", token="IN", optional=True, summary="only namespaces that start so"),  # noqa: S106
+        ),
+        reply="array: namespace, blocks shared, tokens shared; null if nothing is shared. Counts and touches nothing",
+        complexity="O(log namespaces + hashes)",
+        group="kvprefix",
+        examples=("KV.PREFIX.MATCH 2 <16 bytes> SIZE 64 IN app|",),
+        errors=("-ERR hashes must be <n> bytes",),
+    ),
+    Command(
+        name="KV.PREFIX.META",
+        arity=2,
+        summary="The META blob of a prefix",
+        since="0.1.0",
+        handler=meta,
+        flags=Flag.READONLY | Flag.FAST,
+        keys=KeySpec(1, 1),
+        args=(NS,),
+        reply="bulk string; null if the prefix isn't there, isn't complete or has none",
+        group="kvprefix",
+        examples=("KV.PREFIX.META app|llama|a",),
+    ),
+    Command(
+        name="KV.PREFIX.CHAIN",
+        arity=2,
+        summary="The segments that a prefix is made of",
+        since="0.1.0",
+        handler=chain,
+        flags=Flag.READONLY,
+        keys=KeySpec(1, 1),
+        args=(NS,),
+        reply="array of [namespace, offset, tokens] from the root to the prefix itself; null if it isn't there",
+        complexity="O(segments)",
+        group="kvprefix",
+        examples=("KV.PREFIX.CHAIN app|llama|turn3",),
+    ),
+    Command(
+        name="KV.PREFIX.BLOCKS",
+        arity=2,
+        summary="The block-hash table of a prefix",
+        since="0.1.0",
+        handler=blocks,
+        flags=Flag.READONLY | Flag.FAST,
+        keys=KeySpec(1, 1),
+        args=(NS,),
+        reply="bulk string: block size (u32 LE), count (u32 LE), count hashes (u64 LE); +UNKNOWN without a table",
+        group="kvprefix",
+        examples=("KV.PREFIX.BLOCKS app|llama|a",),
+    ),
+    Command(
+        name="KV.PREFIX.MEMBERSHIP",
+        arity=4,
+        summary="Say which of some hashes are in the table of a prefix",
+        since="0.1.0",
+        handler=is_member,
+        flags=Flag.READONLY,
+        keys=KeySpec(1, 1),
+        args=(NS, *_HASHES),
+        reply="bulk string, a bitmap: bit i (least significant first) for probe hash i; +UNKNOWN without a table",
+        complexity="O(count x log blocks)",
+        group="kvprefix",
+        examples=("KV.PREFIX.MEMBERSHIP app|llama|a 2 <16 bytes>",),
+        errors=("-ERR hashes must be <n> bytes",),
+    ),
+)

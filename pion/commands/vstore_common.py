@@ -1,0 +1,138 @@
+"""What the V and KV.PREFIX commands share: names, the AS option, lists with a cursor, waiting for the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
+from pion.command import Arg, ArgType
+from pion.context import Context
+from pion.errors import CommandError
+from pion.replies import Buffer, Reply
+from pion.storage.changes import Change
+from pion.storage.formats import Wire, parse_wire
+from pion.storage.glob import Glob
+from pion.storage.ordered import SortedMap
+from pion.storage.unit import SUFFIXES, Unit
+
+MAX_ROW_END: Final = 2**31
+"""One past the largest token id."""
+
+LIST_COUNT: Final = 100
+"""Names that one list call looks at without COUNT."""
+
+LIST_COUNT_MAX: Final = 10_000
+"""Most names that one call looks at: about 3 ms."""
+
+AS_ARG: Final = Arg(
+    name="type",
+    type=ArgType.ONEOF,
+    token="AS",  # noqa: S106
+    optional=True,
+    summary="type of the values on the wire; native is the stored format byte for byte; default fp32",
+    args=tuple(Arg(name=wire.value, type=ArgType.PURE_TOKEN, token=wire.value) for wire in Wire),
+)
+
+LIST_ARGS: Final = (
+    Arg(name="cursor", token="CURSOR", optional=True, summary="where to go on: 0, or what the last call gave"),  # noqa: S106
+    Arg(name="pattern", type=ArgType.PATTERN, token="MATCH", optional=True, summary="glob on the whole name"),  # noqa: S106
+    Arg(
+        name="count",
+        type=ArgType.INTEGER,
+        token="COUNT",  # noqa: S106
+        optional=True,
+        summary=f"names to look at in this call, 1 to {LIST_COUNT_MAX}; default {LIST_COUNT}",
+    ),
+)
+
+LIST_REPLY: Final = "array of two: the next cursor (bulk string, `0` at the end) and an array of names"
+
+
+def wrong_arity(command: str) -> CommandError:
+    """Redis's error for a wrong number of arguments, for forms that the row's arity can't tell apart."""
+    return CommandError(f"wrong number of arguments for '{command.lower()}' command")
+
+
+def sid_name(value: Buffer) -> bytes:
+    """A session id: 1 to 4,096 bytes, and three more for `_pk` or `_pv` behind a namespace."""
+    if MAX_NAME_BYTES < len(value) <= MAX_NAME_BYTES + 3 and bytes(value[-3:]) in SUFFIXES:
+        return bytes(value)
+    return name(value, "sid")
+
+
+def split_as(argv: list[Buffer], first: int) -> tuple[list[Buffer], Wire]:
+    """The arguments without a trailing `AS <type>`, which may stand from position `first` on, and the type."""
+    if len(argv) >= first + 2 and len(argv[-2]) == 2 and bytes(argv[-2]).upper() == b"AS":
+        return argv[:-2], parse_wire(argv[-1])
+    if len(argv) > first and len(argv[-1]) == 2 and bytes(argv[-1]).upper() == b"AS":
+        raise CommandError("AS: its value is missing, expected fp32, fp16, bf16 or native")
+    return argv, Wire.FP32
+
+
+def row_range(start: Buffer, stop: Buffer) -> tuple[int, int]:
+    """A half-open range of row ids."""
+    first = integer(start, "start_id", 0, MAX_ROW_END)
+    last = integer(stop, "end_id", 0, MAX_ROW_END)
+    if first > last:
+        raise CommandError(f"end_id must be at least start_id, {first}, got {last}")
+    return first, last
+
+
+async def commit(context: Context, *changes: Change) -> None:
+    """Commit changes with no checkpoint between them, and wait until the journal has them.
+
+    Raises CommandError if one is refused; those before it are made. Cancellation: the changes are made; only the wait
+    ends.
+    """
+    store = context.services.vstore
+    waits = [waiting for waiting in map(store.commit, changes) if waiting is not None]
+    for waiting in waits:
+        await waiting
+
+
+def list_page(
+    argv: list[Buffer],
+    command: str,
+    groups: Sequence[tuple[bytes, SortedMap[Unit]]],
+    names: Callable[[Unit], Iterable[bytes]],
+    *,
+    keys_are_names: bool,
+) -> Reply:
+    """One page of a list. `groups` are tagged collections, walked one after the other; `names` what a unit is listed as.
+
+    A cursor is the place behind a name, not a number, so whatever is there during the whole walk is listed once.
+    """
+    cursor, pattern, count = b"0", Glob(b"*"), LIST_COUNT
+    options = Cursor(argv, 1, command)
+    while options:
+        option = options.option()
+        if option == b"CURSOR":
+            cursor = _cursor(options.value("CURSOR"), [tag for tag, _ in groups])
+        elif option == b"MATCH":
+            pattern = Glob(name(options.value("MATCH"), "MATCH pattern"))
+        elif option == b"COUNT":
+            count = integer(options.value("COUNT"), "COUNT", 1, LIST_COUNT_MAX)
+        else:
+            raise options.unknown(option, "CURSOR, MATCH or COUNT")
+    start = pattern.literal if keys_are_names else b""
+    found: list[bytes] = []
+    for tag, entries in groups:
+        if cursor != b"0" and tag < cursor[:1]:
+            continue
+        behind = cursor[1:] if tag == cursor[:1] else b""
+        for key, unit in entries.after(max(behind, start), inclusive=behind < start):
+            if not key.startswith(start):
+                break
+            if not count:
+                return [tag + behind, found]
+            behind, count = key, count - 1
+            found.extend(text for text in names(unit) if pattern.matches(text))
+    return [b"0", found]
+
+
+def _cursor(value: Buffer, tags: list[bytes]) -> bytes:
+    cursor = bytes(value[: MAX_NAME_BYTES + 2])
+    if cursor != b"0" and (len(cursor) > MAX_NAME_BYTES + 1 or cursor[:1] not in tags):
+        raise CommandError(f"CURSOR must be 0 or a cursor that this command gave, got {show(value)}")
+    return cursor

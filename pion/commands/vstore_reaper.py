@@ -1,0 +1,87 @@
+"""The store's housekeeping task, and the Memory section of INFO."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+
+from pion.config import MIB
+from pion.context import Services
+from pion.storage.reclaim import FREEZE_AFTER_UNITS, TRIM_AFTER_BYTES, find_trim, freeze_garbage, trim_memory
+
+logger = logging.getLogger("pion.storage")
+
+REAPER_INTERVAL_S: Final = 0.2
+"""How late an expired prefix is freed when nobody asks for it, and how long a million new units stay unfrozen."""
+
+REAPER_BATCH: Final = 500
+"""Units dropped before the loop is given to others: about a millisecond."""
+
+
+@attrs.define(eq=False)
+class Reaper:
+    """Drops what has expired or stalled, evicts what is over a lowered limit, and gives memory back."""
+
+    _services: Services
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run until cancelled.
+
+        Cancellation: takes effect between two rounds or batches; the store is consistent at each of them.
+        """
+        trim = find_trim()
+        task_status.started()
+        while True:
+            await trio.sleep(REAPER_INTERVAL_S)
+            await self.once()
+            ledger = self._services.vstore.ledger
+            if ledger.freed_bytes >= TRIM_AFTER_BYTES:
+                freed, ledger.freed_bytes = ledger.freed_bytes, 0
+                await trio.to_thread.run_sync(trim_memory, trim)
+                logger.debug("gave free memory back to the system after %d MiB were released", freed // MIB)
+
+    async def once(self) -> None:
+        """One round of dropping and freezing.
+
+        Cancellation: takes effect between two batches.
+        """
+        store = self._services.vstore
+        while store.drop_expired(REAPER_BATCH) == REAPER_BATCH:
+            await trio.lowlevel.checkpoint()
+        store.drop_stalled()
+        store.trim_sessions(REAPER_BATCH)
+        if store.registrations >= FREEZE_AFTER_UNITS:
+            store.registrations = 0
+            freeze_garbage()
+
+
+def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """Resident memory of this process; 0 where the system doesn't say it this way."""
+    try:
+        pages = int(statm.read_text(encoding="ascii").split()[1])
+    except FileNotFoundError:
+        return 0
+    return pages * _PAGE_BYTES
+
+
+_PAGE_BYTES: Final = resource.getpagesize()
+
+
+def memory_rows(services: Services) -> Sequence[tuple[str, object]]:
+    """The Memory section: Redis's names where Redis has the notion, then Pion's."""
+    ledger = services.vstore.ledger.statistics()
+    return [
+        ("used_memory", ledger.charged_bytes),
+        ("used_memory_rss", resident_bytes()),
+        ("maxmemory", 0),
+        ("maxmemory_policy", "noeviction"),
+        ("memory_charged_bytes", ledger.charged_bytes),
+        ("memory_sending_bytes", ledger.sending_bytes),
+        ("vstore_bytes", ledger.payload_bytes),
+    ]

@@ -1,0 +1,197 @@
+"""Rows of one layer: immutable blocks in token order.
+
+A block is rows [start, stop) over a buffer. Storing never edits a block: it puts a new one in and cuts the ones that it
+overlaps, so whoever holds a block (a reply being sent, a snapshot) keeps a valid view.
+
+Two things keep the memory held close to the memory counted and the number of blocks small:
+
+- A cut block stays a view of its buffer while at least half of that buffer is in use; then what is left is copied out.
+- Small neighbours are merged like the digits of a binary counter: a new block absorbs adjacent ones that are not larger
+  than it has grown to. A row stored alone is copied O(log n) times until its block has `MERGE_BYTES`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import Final
+
+import numpy as np
+
+from pion.config import MIB
+from pion.storage.ledger import BLOCK_COST, LAYER_COST, Ledger, Memory, Raw
+
+MERGE_BYTES: Final = MIB
+"""Merging stops here: the copy takes 0.1 ms, and a fetch of many MiB is still a few buffers per sendmsg call."""
+
+
+class MissingRowError(LookupError):
+    """A row that was asked for is not there; `row` is its id."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+class Block:
+    """Rows [start, stop) at byte `offset` of a buffer. Never changed after it was made."""
+
+    __slots__ = ("memory", "offset", "start", "stop")
+
+    def __init__(self, start: int, stop: int, memory: Memory, offset: int) -> None:
+        self.start = start
+        self.stop = stop
+        self.memory = memory
+        self.offset = offset
+
+    def view(self, start: int, stop: int, row_bytes: int) -> memoryview:
+        """The bytes of rows [start, stop), which must lie inside the block."""
+        first = self.offset + (start - self.start) * row_bytes
+        whole = memoryview(self.memory.buffer)  # type: ignore[arg-type]  # NumPy's stubs hide the buffer protocol
+        return whole[first : first + (stop - start) * row_bytes].toreadonly()
+
+    def cut(self, start: int, stop: int, row_bytes: int) -> Block:
+        """A smaller block over the same buffer."""
+        return Block(start, stop, self.memory, self.offset + (start - self.start) * row_bytes)
+
+
+class Layer:
+    """The rows of one layer of one session. `count` is the number of rows held."""
+
+    __slots__ = ("_blocks", "_ledger", "_starts", "count", "row_bytes")
+
+    def __init__(self, row_bytes: int, ledger: Ledger) -> None:
+        self.row_bytes = row_bytes
+        self.count = 0
+        self._starts: list[int] = []
+        self._blocks: list[Block] = []
+        self._ledger = ledger
+        ledger.charge(LAYER_COST)
+
+    def store(self, start: int, count: int, payload: Raw) -> int:
+        """Replace rows [start, start + count); returns by how many rows `count` grew. `payload` is taken over."""
+        stop, width = start + count, self.row_bytes
+        low, high = self._overlapped(start, stop)
+        kept: list[Block] = []
+        gone = 0
+        cut: list[Memory] = []
+        for block in self._blocks[low:high]:
+            overlap = min(stop, block.stop) - max(start, block.start)
+            gone += overlap
+            if block.start < start:
+                kept.append(block.cut(block.start, start, width))
+            if block.stop > stop:
+                kept.append(block.cut(stop, block.stop, width))
+            block.memory.drop(overlap * width)
+            if block.start < start or block.stop > stop:
+                cut.append(block.memory)
+        position = 1 if kept and kept[0].start < start else 0
+        kept.insert(position, Block(start, stop, Memory(payload, self._ledger), 0))
+        self._splice(low, high, kept)
+        grown = count - gone
+        self.count += grown
+        self._ledger.payload_bytes += grown * width
+        self._merge_around(low + position)
+        for memory in cut:
+            if 0 < memory.live * 2 < memory.nbytes:
+                self._compact(memory)
+        return grown
+
+    def gather(self, start: int, stop: int) -> list[tuple[Block, int, int]]:
+        """The blocks of rows [start, stop) in order, each with the range to take from it.
+
+        Raises `MissingRowError` naming the first row that is not there.
+        """
+        found: list[tuple[Block, int, int]] = []
+        index = bisect_right(self._starts, start) - 1
+        position = start
+        while position < stop:
+            block = self._blocks[index] if 0 <= index < len(self._blocks) else None
+            if block is None or not block.start <= position < block.stop:
+                raise MissingRowError(position)
+            end = min(stop, block.stop)
+            found.append((block, position, end))
+            position = end
+            index += 1
+        return found
+
+    def held(self, limit: int) -> int:
+        """How many of the rows [0, limit) are held."""
+        if not self._blocks or self._blocks[-1].stop <= limit:
+            return self.count
+        low, high = self._overlapped(0, limit)
+        return sum(min(limit, block.stop) - block.start for block in self._blocks[low:high])
+
+    def clear(self) -> None:
+        """Take every block out; the layer must not be used afterwards."""
+        for block in self._blocks:
+            block.memory.drop((block.stop - block.start) * self.row_bytes)
+        self._ledger.charge(-LAYER_COST - BLOCK_COST * len(self._blocks))
+        self._ledger.payload_bytes -= self.count * self.row_bytes
+        self._starts, self._blocks, self.count = [], [], 0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in token order."""
+        return tuple(self._blocks)
+
+    def _overlapped(self, start: int, stop: int) -> tuple[int, int]:
+        low = bisect_right(self._starts, start) - 1
+        if low < 0 or self._blocks[low].stop <= start:
+            low += 1
+        return low, bisect_left(self._starts, stop, low)
+
+    def _splice(self, low: int, high: int, blocks: list[Block]) -> None:
+        self._blocks[low:high] = blocks
+        self._starts[low:high] = [block.start for block in blocks]
+        self._ledger.charge(BLOCK_COST * (len(blocks) - (high - low)))
+
+    def _merge_around(self, index: int) -> None:
+        blocks, width = self._blocks, self.row_bytes
+        low = high = index
+        size = (blocks[index].stop - blocks[index].start) * width
+        grew = True
+        while grew:
+            grew = False
+            if low > 0 and blocks[low - 1].stop == blocks[low].start:
+                other = (blocks[low - 1].stop - blocks[low - 1].start) * width
+                if other <= size and size + other <= MERGE_BYTES:
+                    low, size, grew = low - 1, size + other, True
+            if high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start:
+                other = (blocks[high + 1].stop - blocks[high + 1].start) * width
+                if other <= size and size + other <= MERGE_BYTES:
+                    high, size, grew = high + 1, size + other, True
+        if high > low:
+            self._join(low, high + 1)
+
+    def _join(self, low: int, high: int) -> None:
+        """Copy the adjacent blocks [low, high) into one block over a buffer of its own."""
+        old, width = self._blocks[low:high], self.row_bytes
+        first, last = old[0].start, old[-1].stop
+        joined = np.empty((last - first) * width, np.uint8)
+        position = 0
+        for block in old:
+            size = (block.stop - block.start) * width
+            joined[position : position + size] = np.frombuffer(block.view(block.start, block.stop, width), np.uint8)
+            block.memory.drop(size)
+            position += size
+        self._splice(low, high, [Block(first, last, Memory(joined, self._ledger), 0)])
+
+    def _compact(self, memory: Memory) -> None:
+        """Copy what is left of a buffer out of it, with the small blocks between, so that the buffer can go."""
+        indices = [index for index, block in enumerate(self._blocks) if block.memory is memory]
+        high = indices[-1] + 1
+        low = indices[0]
+        # Runs are joined from the back, so that the positions in front of them stay what they were.
+        while high > low:
+            start = high - 1
+            while start > low and self._joinable(start - 1, memory) and self._joinable(start, memory):
+                if self._blocks[start - 1].stop != self._blocks[start].start:
+                    break
+                start -= 1
+            if any(block.memory is memory for block in self._blocks[start:high]):
+                self._join(start, high)
+            high = start
+
+    def _joinable(self, index: int, memory: Memory) -> bool:
+        block = self._blocks[index]
+        return block.memory is memory or (block.stop - block.start) * self.row_bytes * 2 <= MERGE_BYTES

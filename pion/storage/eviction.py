@@ -1,0 +1,138 @@
+"""Which unit makes room for another. The store asks a policy; here is the exact least-recently-used one.
+
+Evictable units are in a doubly linked list from the least to the most recently used, so a touch is O(1) and needs no
+clean-up later. Pinned, pending and parent units are not in it. A unit that becomes evictable again (unpinned, its last
+child gone) keeps its old place in time: it waits in a small heap by its stamp until it is touched or chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Final, Protocol
+
+from pion.storage.unit import Unit
+
+OUTSIDE: Final = 0
+LISTED: Final = 1
+WAITING: Final = 2
+STALE_SLACK: Final = 64
+"""Outdated heap entries that are not worth a clean-up."""
+
+
+class EvictionPolicy(Protocol):
+    """Decides the order in which units make room. All methods are called on the Trio thread."""
+
+    def touch(self, unit: Unit) -> None:
+        """The unit was created or used."""
+
+    def update(self, unit: Unit) -> None:
+        """The unit's `evictable` may have changed."""
+
+    def remove(self, unit: Unit) -> None:
+        """The unit is gone."""
+
+    def victims(self) -> Iterator[Unit]:
+        """Evictable units, the first to go first. Nothing may change while it is walked."""
+
+
+class LeastRecentlyUsed:
+    """Exact LRU."""
+
+    __slots__ = ("_heap", "_newest", "_oldest", "_tick", "_waiting")
+
+    def __init__(self) -> None:
+        # Two ends that are not units: linking then has no special cases.
+        self._oldest = Unit(b"", lone=True)
+        self._newest = Unit(b"", lone=True)
+        self._oldest.newer, self._newest.older = self._newest, self._oldest
+        self._heap: list[tuple[int, int, Unit]] = []
+        self._waiting = 0
+        self._tick = 0
+
+    def touch(self, unit: Unit) -> None:
+        """Make the unit the most recently used."""
+        self._tick += 1
+        unit.stamp = self._tick
+        newest = self._newest
+        if unit.standing == LISTED:
+            newer = unit.newer
+            if newer is newest:
+                return
+            older = unit.older
+            older.newer, newer.older = newer, older  # type: ignore[union-attr]
+        elif not unit.evictable:
+            return
+        elif unit.standing == WAITING:
+            self._waiting -= 1
+        last = newest.older
+        last.newer = newest.older = unit  # type: ignore[union-attr]
+        unit.older, unit.newer = last, newest
+        unit.standing = LISTED
+
+    def update(self, unit: Unit) -> None:
+        """Take a unit out, or put it back at its own place in time."""
+        if unit.evictable:
+            if unit.standing == OUTSIDE:
+                unit.standing = WAITING
+                self._waiting += 1
+                heappush(self._heap, (unit.stamp, id(unit), unit))
+        elif unit.standing != OUTSIDE:
+            self.remove(unit)
+
+    def remove(self, unit: Unit) -> None:
+        """Forget the unit."""
+        if unit.standing == LISTED:
+            older, newer = unit.older, unit.newer
+            older.newer, newer.older = newer, older  # type: ignore[union-attr]
+            unit.older = unit.newer = None
+        elif unit.standing == WAITING:
+            self._waiting -= 1
+        unit.standing = OUTSIDE
+        if len(self._heap) > 2 * self._waiting + STALE_SLACK:
+            self._heap = [entry for entry in self._heap if _current(entry)]
+            heapify(self._heap)
+
+    def victims(self) -> Iterator[Unit]:
+        """From the least recently used on."""
+        unit = self._oldest.newer
+        seen: set[Unit] = set()
+        for stamp, waiting in self._by_stamp():
+            while unit is not self._newest and unit is not None and unit.stamp < stamp:
+                yield unit
+                unit = unit.newer
+            if waiting not in seen:
+                seen.add(waiting)
+                yield waiting
+        while unit is not self._newest and unit is not None:
+            yield unit
+            unit = unit.newer
+
+    def _by_stamp(self) -> Iterator[tuple[int, Unit]]:
+        while self._heap and not _current(self._heap[0]):
+            heappop(self._heap)
+        # The walk ends after one or two units almost always, so a copy in order is made only behind the first.
+        if self._heap:
+            yield self._heap[0][0], self._heap[0][2]
+            for entry in sorted(self._heap)[1:]:
+                if _current(entry):
+                    yield entry[0], entry[2]
+
+
+def _current(entry: tuple[int, int, Unit]) -> bool:
+    return entry[2].standing == WAITING and entry[2].stamp == entry[0]
+
+
+def choose(policy: EvictionPolicy, sessions: int, protected: Container[Unit]) -> list[Unit] | None:
+    """The units to evict so that `sessions` V sessions become free; None when that is impossible."""
+    chosen: list[Unit] = []
+    if sessions <= 0:
+        return chosen
+    for unit in policy.victims():
+        if unit in protected:
+            continue
+        chosen.append(unit)
+        sessions -= unit.sessions
+        if sessions <= 0:
+            return chosen
+    return None

@@ -1,0 +1,31 @@
+"""Where changes go after they were applied: the place behind which a log is put."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from pion.storage.changes import Change
+
+
+class Journal(Protocol):
+    """Takes every change in the order in which it was applied."""
+
+    def append(self, change: Change) -> Awaitable[None] | None:
+        """Queue one change; can't block and can't fail.
+
+        What it returns is awaited by the handler before it replies; cancelling that wait does not undo the change.
+        """
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+
+
+class NullJournal:
+    """Keeps nothing: the store lives in memory only."""
+
+    size_bytes = 0
+
+    def append(self, change: Change) -> None:
+        """Forget the change."""
