@@ -86,8 +86,10 @@ class Dispatcher:
             if entry is None or entry.subcommands is not None or not entry.min_args <= len(argv) <= entry.max_args:
                 entry = self.find(argv)
             if not session.authenticated and not entry.no_auth:
+                entry.counter.rejected += 1
                 raise NoAuthError("Authentication required.")
         except PionError as error:
+            self._monitor.count_error(error.code)
             if session.transaction is not None:
                 session.transaction.failed = True
             return ErrorReply(error.code, str(error))
@@ -108,9 +110,11 @@ class Dispatcher:
             reply = await handler(context, argv)
         except PionError as error:
             counter.failed += 1
+            self._monitor.count_error(error.code)
             reply = ErrorReply(error.code, str(error))
         except Exception:
             counter.failed += 1
+            self._monitor.count_error("ERR")
             plugin = self._registry.origin(entry.command)
             logger.exception("command %s of plugin %s failed (client %s)", entry.command.name, plugin, session.addr)
             reply = ErrorReply("ERR", f"internal error in {entry.command.name} (plugin {plugin}); see the server's log")
@@ -141,6 +145,7 @@ class Dispatcher:
                 raise CommandError(f"unknown subcommand {show(argv[1])}. Try {entry.command.name.upper()} HELP.")
             entry = sub or entry
         if not entry.min_args <= len(argv) <= entry.max_args:
+            entry.counter.rejected += 1
             raise wrong_arity(entry.command)
         return entry
 
@@ -154,6 +159,7 @@ class Dispatcher:
             or transaction.queued_bytes + size > config.max_receiving_bytes
         ):
             transaction.failed = True
+            self._monitor.count_error("ERR")
             return ErrorReply(
                 "ERR",
                 f"MULTI queue is full ({config.max_queued_commands} commands, {config.max_receiving_bytes} bytes)",

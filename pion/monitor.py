@@ -15,11 +15,12 @@ SLOWLOG_ARG_BYTES = 128
 
 @attrs.define(eq=False)
 class CommandCounter:
-    """Calls, time in nanoseconds inside the handler, and calls that ended in an error."""
+    """Calls, time in nanoseconds inside the handler, calls that ended in an error, and requests refused before a call."""
 
     calls: int = 0
     total_ns: int = 0
     failed: int = 0
+    rejected: int = 0
 
 
 @attrs.frozen
@@ -39,6 +40,8 @@ class Monitor:
 
     def __init__(self, *, slower_than_us: int, max_len: int) -> None:
         self.counters: dict[str, CommandCounter] = {}
+        self.errors: dict[str, int] = {}
+        """Error replies by code; the codes are those of `pion.errors`, so there are few."""
         self.slower_than_ns = slower_than_us * 1000 if slower_than_us >= 0 else 1 << 62
         self._entries: deque[SlowEntry] = deque(maxlen=max_len)
         self._next_id = 0
@@ -49,6 +52,16 @@ class Monitor:
         if found is None:
             found = self.counters[command] = CommandCounter()
         return found
+
+    def count_error(self, code: str) -> None:
+        """Account for one error reply."""
+        self.errors[code] = self.errors.get(code, 0) + 1
+
+    def reset_counters(self) -> None:
+        """Zero the counters of commands and errors, as CONFIG RESETSTAT does; the slow log stays."""
+        self.errors.clear()
+        for counter in self.counters.values():
+            counter.calls = counter.total_ns = counter.failed = counter.rejected = 0
 
     def record_slow(self, argv: list[Buffer], duration_ns: int, *, at_s: float, addr: str, client_name: bytes) -> None:
         """Remember a slow command."""
