@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pion.command import Arg, ArgType, Command, Flag, Handler
+from typing import TYPE_CHECKING
+
+from pion.command import Arg, ArgType, Command, Flag
 from pion.context import Context
 from pion.replies import Buffer, Reply, Simple
+
+if TYPE_CHECKING:
+    from pion.command import Handler
 
 
 def on_off(name: str = "enabled") -> tuple[Arg, ...]:
