@@ -121,14 +121,14 @@ class SocketTransport:
         """See `Transport`."""
         try:
             await trio.lowlevel.wait_readable(self._fd)
-        except (trio.ClosedResourceError, OSError) as error:
+        except (trio.ClosedResourceError, OSError, ValueError) as error:  # ValueError: closed before the wait
             raise ConnectionLostError("closed by this side") from error
 
     async def wait_writable(self) -> None:
         """See `Transport`."""
         try:
             await trio.lowlevel.wait_writable(self._fd)
-        except (trio.ClosedResourceError, OSError) as error:
+        except (trio.ClosedResourceError, OSError, ValueError) as error:  # ValueError: closed before the wait
             raise ConnectionLostError("closed by this side") from error
 
     def receiving_bulk(self, nbytes: int) -> None:
