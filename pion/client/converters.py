@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -36,12 +37,17 @@ def wire_type(as_: Wire) -> np.dtype[Any]:
 
 
 def hash_blob(hashes: Hashes) -> bytes:
-    """Block hashes as they are sent: little-endian uint64."""
-    table = np.asarray(hashes)
-    if table.ndim != 1 or (table.size and table.dtype.kind not in "ui"):
-        raise ValueError("hashes are one axis of unsigned 64-bit integers")
-    if table.dtype.kind == "i" and table.size and int(table.min()) < 0:
-        raise ValueError("a hash is not negative")
+    """Block hashes as they are sent: little-endian uint64. Raises `ValueError` for anything else."""
+    if isinstance(hashes, np.ndarray):
+        table = hashes
+        if table.ndim != 1 or table.dtype.kind not in "ui" or (table.dtype.kind == "i" and (table < 0).any()):
+            raise ValueError("hashes are one axis of unsigned 64-bit integers")
+    else:
+        try:
+            # Not np.asarray(hashes): it makes floats of a list that holds both large and small numbers.
+            table = np.array([operator.index(value) for value in hashes], np.uint64)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"hashes are one axis of unsigned 64-bit integers: {error}") from None
     return table.astype("<u8").tobytes()
 
 
@@ -126,7 +132,22 @@ def numbers(value: object) -> dict[str, int | float]:
 
 def session_info(value: object) -> SessionInfo:
     fields = _mapping(value)
-    return SessionInfo({key: text(item) if isinstance(item, bytes) else item for key, item in fields.items()})
+    try:
+        return SessionInfo(
+            sid=bulk(fields["sid"]),
+            format=text(fields["format"]),
+            dim=integer(fields["dim"]),
+            schema=text(fields["schema"]),
+            layers=integer(fields["layers"]),
+            rows=integer(fields["rows"]),
+            bytes=integer(fields["bytes"]),
+            prefix=bulk_or_none(fields["prefix"]),
+            registered=flag(fields["registered"]),
+            state=text(fields["state"]),
+            pinned=flag(fields["pinned"]),
+        )
+    except KeyError as error:
+        raise BadReplyError(f"V.INFO without {error.args[0]!r}") from None
 
 
 def page(value: object) -> tuple[bytes | None, list[bytes]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import attrs
@@ -19,8 +20,8 @@ Wire: TypeAlias = Literal["fp32", "fp16", "bf16", "native"]
 Rows: TypeAlias = "npt.NDArray[np.generic]"
 """Rows as they travelled: float32, float16, uint16 (bf16, which NumPy has not) or uint8 (native)."""
 
-Hashes: TypeAlias = "npt.ArrayLike"
-"""Block hashes: anything NumPy turns into one axis of uint64."""
+Hashes: TypeAlias = "Sequence[int] | npt.NDArray[np.unsignedinteger] | npt.NDArray[np.signedinteger]"
+"""Block hashes: one axis of unsigned 64-bit integers."""
 
 
 class Receive(Protocol):
@@ -92,9 +93,23 @@ class Segment:
 
 @attrs.frozen
 class SessionInfo:
-    """V.INFO. `fields` holds everything the server said, also what a newer one adds."""
+    """V.INFO: one session's shape and what it holds.
 
-    fields: Mapping[str, object]
+    `format` and `dim` are layer 0's, `schema` is the whole shape. `rows` and `bytes` count all layers. `state` is
+    "open" (rows may be added), "pending" or "complete"; `prefix` is the namespace that the session is a side of.
+    """
+
+    sid: bytes
+    format: str
+    dim: int
+    schema: str
+    layers: int
+    rows: int
+    bytes: int
+    prefix: builtins.bytes | None
+    registered: bool
+    state: str
+    pinned: bool
 
 
 @attrs.frozen
