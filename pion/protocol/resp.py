@@ -201,28 +201,53 @@ class RespParser:
         last = len(lines) - 1  # what follows the last CRLF is no complete line
         room = limit - len(found)
         counts, lengths = _COUNTS, _LENGTHS
+        alike = True
         while room:
-            count = counts.get(lines[index])
+            header = lines[index]
+            count = counts.get(header)
             if count is None:
                 break
             end = index + 2 * count + 1
             if end > last:
                 break
-            if count == 1:
-                argument = lines[index + 2]
-                if lengths.get(lines[index + 1]) != len(argument):
-                    break
-                found.append([argument])
-            else:
-                arguments = lines[index + 2 : end : 2]
-                if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
-                    break
-                found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
+            if alike and room > 1 and lines[end] == header:
+                taken = self._walk_alike(found, index, count, min(room, (last - index) // (2 * count + 1)))
+                if taken:
+                    index += taken * (2 * count + 1)
+                    room -= taken
+                    continue
+                alike = False  # trying again at each request would take quadratic time
+            arguments = lines[index + 2 : end : 2]
+            if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
+                break
+            found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
             index = end
             room -= 1
         self._index = index
         if room:
             self._leave_walk()
+
+    def _walk_alike(self, found: list[Request], index: int, count: int, most: int) -> int:
+        """Take up to `most` requests of `count` arguments each from line `index`; returns how many were taken.
+
+        A pipeline is usually made of such requests, and then each check is one pass over all of them. If one doesn't
+        fit, none is taken and the caller goes one by one.
+        """
+        lines, lengths = self._lines, _LENGTHS.get
+        period = 2 * count + 1
+        headers = lines[index : index + most * period : period]
+        header = headers[0]
+        if headers.count(header) != most:
+            most = next(number for number, other in enumerate(headers) if other != header)
+        end = index + most * period
+        columns = []
+        for first in range(index + 1, index + period, 2):
+            column = lines[first + 1 : end : period]
+            if list(map(lengths, lines[first:end:period])) != list(map(len, column)):
+                return 0
+            columns.append(column)
+        found.extend(map(list, zip(*columns, strict=True)))
+        return most
 
     def _leave_walk(self) -> None:
         """Go on by position for the rest of this chunk."""
