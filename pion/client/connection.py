@@ -11,9 +11,8 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from pion.client.commands import Request, generic
 from pion.client.errors import (
@@ -26,6 +25,11 @@ from pion.client.errors import (
 from pion.client.exchange import Exchange
 from pion.client.replies import ReplyReader
 from pion.client.settings import Settings
+
+# As plain numbers: combining the members of an enum costs more than the system call's own overhead.
+_WAITALL: Final = int(socket.MSG_WAITALL)
+_DONTWAIT: Final = int(socket.MSG_DONTWAIT)
+_PEEK: Final = int(socket.MSG_PEEK) | _DONTWAIT
 
 
 class Connection:
@@ -61,7 +65,7 @@ class Connection:
     def stale(self) -> bool:
         """The server closed the connection, or sent something unasked, since the last exchange: nothing can be sent."""
         try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._sock.recv(1, _PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -78,16 +82,20 @@ class Connection:
     def run(self, exchange: Exchange) -> list[object]:
         """Send and receive until all replies are there; returns them. Closes the connection if it raises."""
         try:
-            with self._translated():
-                try:
-                    self._send(exchange)
-                except (BrokenPipeError, ConnectionResetError):
-                    # A server that refuses and closes has said why; its word is worth more than "broken pipe".
-                    self._last_words(exchange)
-                    raise
-                while not exchange.complete:
-                    self._receive(exchange, socket.MSG_WAITALL)
-                exchange.collect()
+            try:
+                self._send(exchange)
+            except (BrokenPipeError, ConnectionResetError):
+                # A server that refuses and closes has said why; its word is worth more than "broken pipe".
+                self._last_words(exchange)
+                raise
+            while not exchange.complete:
+                self._receive(exchange, _WAITALL)
+        except BlockingIOError as error:
+            self.close()
+            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
+        except OSError as error:
+            self.close()
+            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -148,11 +156,11 @@ class Connection:
             return
         while exchange.sending:
             try:
-                exchange.sent(sock.sendmsg(exchange.outgoing(), (), socket.MSG_DONTWAIT))
+                exchange.sent(sock.sendmsg(exchange.outgoing(), (), _DONTWAIT))
             except BlockingIOError:
                 exchange.sent(0)
                 if self._wait() & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._receive(exchange, socket.MSG_DONTWAIT)
+                    self._receive(exchange, _DONTWAIT)
 
     def _wait(self) -> int:
         """Wait until something can be sent or received; what."""
@@ -170,7 +178,7 @@ class Connection:
             n = self._sock.recv_into(target, 0, flags)
             reader.filled(n)
         else:
-            data = self._sock.recv(reader.read_bytes, flags & ~socket.MSG_WAITALL)
+            data = self._sock.recv(reader.read_bytes, flags & ~_WAITALL)
             n = len(data)
             reader.feed(data)
         if not n:
@@ -181,18 +189,9 @@ class Connection:
         """Raise the error that the server sent before it closed, if it sent one."""
         try:
             while not exchange.complete:
-                self._receive(exchange, socket.MSG_DONTWAIT)
+                self._receive(exchange, _DONTWAIT)
         except (OSError, PionClientError):
             pass
         for reply in exchange.replies:
             if isinstance(reply, ServerError):
                 raise reply
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError as error:
-            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
-        except OSError as error:
-            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error

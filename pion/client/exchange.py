@@ -11,7 +11,8 @@ what was begun is sent to its end, so that the connection stays in step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import attrs
 
@@ -30,7 +31,9 @@ class _Segment:
     requests: int
 
 
-def _segments(requests: Iterable[Request[object]]) -> deque[_Segment]:
+def _segments(requests: Sequence[Request[object]]) -> deque[_Segment]:
+    if len(requests) == 1:
+        return deque([_Segment(deque(requests[0].buffers), 1)])
     result: deque[_Segment] = deque()
     small: list[Buffer] = []
     small_bytes = count = 0
@@ -86,6 +89,8 @@ class Exchange:
 
     def outgoing(self) -> list[Buffer]:
         """The next buffers to send, in order. Some of their bytes, all or none may be sent; tell `sent`."""
+        if not self.pipelined:
+            return list(islice(self._segments[0].buffers, MAX_SEND_BUFFERS))
         result: list[Buffer] = []
         self._offered = nbytes = 0
         for segment in self._segments:

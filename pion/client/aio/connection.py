@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import trio
 
@@ -101,7 +101,7 @@ class Connection:
     async def _send(self, exchange: Exchange) -> None:
         try:
             while exchange.sending:
-                async with self._translated():
+                with self._translated():
                     exchange.sent(await self._sock.sendmsg(exchange.outgoing()))
         except ConnectionLostError:
             # A server that refuses and closes has said why; its word is worth more than "broken pipe".
@@ -117,7 +117,7 @@ class Connection:
     async def _receive(self, exchange: Exchange) -> None:
         reader = self._reader
         target = reader.target()
-        async with self._translated():
+        with self._translated():
             if target is not None:
                 n = await self._sock.recv_into(target)
                 data = b""
@@ -143,8 +143,8 @@ class Connection:
             if isinstance(reply, ServerError):
                 raise reply
 
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
             with trio.fail_after(float("inf") if self._timeout_s is None else self._timeout_s):
                 yield
