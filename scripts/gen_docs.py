@@ -1,23 +1,20 @@
-"""Reference pages made from the code: commands, configuration, hooks, errors, the Python APIs.
+"""Writes the reference pages that are made from the code: commands, configuration, hooks, errors, the Python APIs.
 
-MkDocs runs this as a hook while it builds the site, so the pages are never out of date and are not committed.
-`python scripts/gen_docs.py PAGE` writes one page to the terminal.
+`scripts/docs` runs this before it builds the site. The pages are not committed, so they can't be out of date.
+`python scripts/gen_docs.py PAGE` writes one page to the terminal instead.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from docgen import commands, python, server  # noqa: E402 - MkDocs loads this file by its path
+from docgen import commands, python, server  # noqa: E402 - found through the two lines above
 
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
+DOCS = HERE.parent / "docs"
 
 
 def pages() -> dict[str, str]:
@@ -38,45 +35,26 @@ def pages() -> dict[str, str]:
     return made
 
 
-# MkDocs calls these two.
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put a page for every command family into the navigation, under "Commands"."""
-    families = commands.by_family(commands.builtin_registry())
-    entries: list[object] = ["reference/commands/index.md"]
-    entries += [{family: f"reference/commands/{family}.md"} for family in families]
-    _replace(config.nav, "reference/commands", entries)
-    return config
-
-
-def _replace(items: Any, placeholder: str, entries: list[object]) -> None:
-    for item in items:
-        if isinstance(item, dict):
-            for key, value in item.items():
-                if value == placeholder:
-                    item[key] = entries
-                elif isinstance(value, list):
-                    _replace(value, placeholder, entries)
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to the site."""
-    from mkdocs.structure.files import File
-
-    for path, text in pages().items():
-        files.append(File.generated(config, path, content=text))
-    return files
+def write(folder: Path = DOCS) -> None:
+    """Write every page; one that hasn't changed is left alone, so that a running preview builds only what did."""
+    for name, text in pages().items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
-    """Write one page, or the list of pages."""
+    """Write all pages to docs/, or one to the terminal."""
+    if len(sys.argv) == 1:
+        write()
+        return 0
     made = pages()
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    if wanted not in made:
-        sys.stderr.write("usage: gen_docs.py PAGE\n\npages:\n" + "".join(f"  {path}\n" for path in made))
+    text = made.get(sys.argv[1])
+    if text is None:
+        sys.stderr.write("usage: gen_docs.py [PAGE]\n\npages:\n" + "".join(f"  {path}\n" for path in made))
         return 2
-    sys.stdout.write(made[wanted])
+    sys.stdout.write(text)
     return 0
 
 

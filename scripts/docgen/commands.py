@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 
-from docgen.markdown import anchor, cell, code_cell, paragraphs
+from docgen.markdown import anchor, cell, code_cell, paragraphs, prose
 from pion.command import Arg, ArgType, Command, Flag
 from pion.config import Config
 from pion.plugins import BUILTIN_PLUGINS, KVCACHE_PLUGINS, make_plugin_manager, make_registry
@@ -60,7 +60,7 @@ def family_page(family: str, rows: list[Command]) -> str:
 
 def command_section(row: Command) -> Iterator[str]:
     """One command: syntax, what it does, arguments, reply, errors, examples, facts."""
-    yield from (f"## {row.name} {{ #{anchor(row.name)} }}", "", row.summary, "")
+    yield from (f"## {row.name} {{ #{anchor(row.name)} }}", "", prose(row.summary), "")
     if row.handler is None:
         yield from ("A container: its subcommands follow.", "")
         return
@@ -73,9 +73,9 @@ def command_section(row: Command) -> Iterator[str]:
                 yield f"| {code_cell(shown)} | {argument.type.value} | {cell(argument.summary)} |"
         yield ""
     if row.reply:
-        yield from (f"**Reply.** {row.reply}", "")
+        yield from (f"**Reply.** {prose(row.reply)}", "")
     if row.errors:
-        yield from ("**Errors.**", "", *(f"- {error}" for error in row.errors), "")
+        yield from ("**Errors.**", "", *(f"- {prose(error)}" for error in row.errors), "")
     if row.examples:
         yield from ("```text", *row.examples, "```", "")
     facts = [f"since {row.since}", row.complexity]

@@ -5,9 +5,15 @@ from __future__ import annotations
 import inspect
 
 
+def prose(text: str) -> str:
+    """Text in which `<name>` outside of code is not taken for HTML."""
+    parts = text.split("`")
+    return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
+
+
 def cell(text: str) -> str:
     """Text that is safe inside a table."""
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return prose(text).replace("|", "\\|").replace("\n", " ")
 
 
 def code_cell(text: str) -> str:
