@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+import numpy as np
 import trio
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
@@ -15,7 +16,6 @@ from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Reply, Simple, Stream
 from pion.storage import reading
-from pion.storage.prefix_index import membership
 from pion.storage.formats import Wire
 from pion.storage.unit import SIDES, Unit
 
@@ -180,7 +180,7 @@ async def is_member(context: Context, argv: list[Buffer]) -> Reply:
     unit = context.services.vstore.visible(ns)
     if unit is None or unit.table is None:
         return UNKNOWN
-    return membership(unit.table, argv[3])
+    return unit.table.members().bitmap(np.frombuffer(argv[3], np.uint64))
 
 
 _HASHES: Final = (

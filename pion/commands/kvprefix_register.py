@@ -121,9 +121,9 @@ async def _register(context: Context, ns: bytes, k_schema: Schema, v_schema: Sch
     store, owner = context.services.vstore, context.session.id
     declaration = options.declaration()
     unit = store.any_prefix(ns)
-    if unit is not None and unit.pending is not None and unit.pending.owner != owner:
-        if unit.k_schema is k_schema and unit.v_schema is v_schema:
-            return PENDING
+    same_shape = unit is not None and unit.k_schema is k_schema and unit.v_schema is v_schema
+    if unit is not None and same_shape and unit.pending is not None and unit.pending.owner != owner:
+        return PENDING
     expires_s = None
     if options.expires_in_s is not None:
         expires_s = context.services.clock.wall_s() + options.expires_in_s

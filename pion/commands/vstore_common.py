@@ -99,7 +99,7 @@ def list_page(
     *,
     keys_are_names: bool,
 ) -> Reply:
-    """One page of a list. `groups` are tagged collections, walked one after the other; `names` what a unit is listed as.
+    """One page of a list. `groups` are tagged collections, walked in turn; `names` gives what a unit is listed as.
 
     A cursor is the place behind a name, not a number, so whatever is there during the whole walk is listed once.
     """

@@ -17,11 +17,15 @@ from typing import Final
 
 import numpy as np
 
-from pion.config import MIB
+from pion.config import KIB, MIB
 from pion.storage.ledger import BLOCK_COST, LAYER_COST, Ledger, Memory, Raw
 
 MERGE_BYTES: Final = MIB
 """Merging stops here: the copy takes 0.1 ms, and a fetch of many MiB is still a few buffers per sendmsg call."""
+
+
+GAP_BYTES: Final = 256 * KIB
+"""A block that closes a gap also absorbs neighbours up to this size: rows that come in any order end as few blocks."""
 
 
 class MissingRowError(LookupError):
@@ -82,7 +86,7 @@ class Layer:
             if block.stop > stop:
                 kept.append(block.cut(stop, block.stop, width))
             block.memory.drop(overlap * width)
-            if block.start < start or block.stop > stop:
+            if block.memory.live:
                 cut.append(block.memory)
         position = 1 if kept and kept[0].start < start else 0
         kept.insert(position, Block(start, stop, Memory(payload, self._ledger), 0))
@@ -93,7 +97,7 @@ class Layer:
         self._merge_around(low + position)
         for memory in cut:
             if 0 < memory.live * 2 < memory.nbytes:
-                self._compact(memory)
+                self._compact(memory, start, stop)
         return grown
 
     def gather(self, start: int, stop: int) -> list[tuple[Block, int, int]]:
@@ -149,17 +153,21 @@ class Layer:
         blocks, width = self._blocks, self.row_bytes
         low = high = index
         size = (blocks[index].stop - blocks[index].start) * width
-        grew = True
-        while grew:
-            grew = False
-            if low > 0 and blocks[low - 1].stop == blocks[low].start:
+        before = low > 0 and blocks[low - 1].stop == blocks[low].start
+        behind = high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start
+        # Closing a gap is rare, so it may copy more.
+        limit = GAP_BYTES if before and behind else 0
+        while before or behind:
+            if before:
                 other = (blocks[low - 1].stop - blocks[low - 1].start) * width
-                if other <= size and size + other <= MERGE_BYTES:
-                    low, size, grew = low - 1, size + other, True
-            if high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start:
+                if before := other <= max(size, limit) and size + other <= MERGE_BYTES:
+                    low, size = low - 1, size + other
+                    before = low > 0 and blocks[low - 1].stop == blocks[low].start
+            if behind:
                 other = (blocks[high + 1].stop - blocks[high + 1].start) * width
-                if other <= size and size + other <= MERGE_BYTES:
-                    high, size, grew = high + 1, size + other, True
+                if behind := other <= max(size, limit) and size + other <= MERGE_BYTES:
+                    high, size = high + 1, size + other
+                    behind = high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start
         if high > low:
             self._join(low, high + 1)
 
@@ -176,11 +184,17 @@ class Layer:
             position += size
         self._splice(low, high, [Block(first, last, Memory(joined, self._ledger), 0)])
 
-    def _compact(self, memory: Memory) -> None:
-        """Copy what is left of a buffer out of it, with the small blocks between, so that the buffer can go."""
-        indices = [index for index, block in enumerate(self._blocks) if block.memory is memory]
-        high = indices[-1] + 1
-        low = indices[0]
+    def _compact(self, memory: Memory, start: int, stop: int) -> None:
+        """Copy what is left of a buffer out of it, with the small blocks between, so that the buffer can go.
+
+        Rows [start, stop) were just replaced, at least one of which was in the buffer.
+        """
+        rows = memory.nbytes // self.row_bytes
+        first, last = self._overlapped(max(0, start - rows), stop + rows)
+        indices = [index for index in range(first, last) if self._blocks[index].memory is memory]
+        if not indices:
+            return
+        low, high = indices[0], indices[-1] + 1
         # Runs are joined from the back, so that the positions in front of them stay what they were.
         while high > low:
             start = high - 1

@@ -26,10 +26,10 @@ UNIT_COST: Final = 440
 SIDE_COST: Final = 280
 """Bytes for one session that holds rows: the table and its dictionary of layers."""
 
-LAYER_COST: Final = 320
+LAYER_COST: Final = 208
 """Bytes for one layer with rows: its dictionary entry and its two lists."""
 
-BLOCK_COST: Final = 352
+BLOCK_COST: Final = 288
 """Bytes for one block beside its payload: block, owner of the buffer, the buffer's own header, two list entries."""
 
 TABLE_COST: Final = 136
@@ -38,7 +38,7 @@ TABLE_COST: Final = 136
 CHAIN_COST: Final = 96
 """Bytes for a link to a parent: the entry among the parent's children."""
 
-PENDING_COST: Final = 360
+PENDING_COST: Final = 416
 """Bytes for a registration that is not complete."""
 
 

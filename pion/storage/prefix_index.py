@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from pion.errors import CommandError
-from pion.replies import Buffer
+from pion.storage.hashes import Membership
 from pion.storage.ledger import TABLE_COST, Ledger
 from pion.storage.ordered import SortedMap
 
@@ -34,15 +34,14 @@ class BlockTable:
     own hashes only.
     """
 
-    __slots__ = ("_ledger", "block_size", "chain", "inherited", "matchable", "members")
+    __slots__ = ("_ledger", "_members", "block_size", "chain", "inherited", "matchable")
 
     def __init__(self, block_size: int, own: bytes, parent: Unit | None, offset: int, ledger: Ledger) -> None:
         self.block_size = block_size
         self.inherited = 0
         self.matchable = True
         self.chain = own
-        self.members: object = None
-        """What MEMBERSHIP built for this table, made at its first use."""
+        self._members: Membership | None = None
         if parent is not None:
             table = parent.table
             blocks = offset // block_size
@@ -64,9 +63,17 @@ class BlockTable:
         """The hashes of the blocks that end in this prefix, as they were registered."""
         return self.chain[self.inherited * HASH_BYTES :] if self.inherited else self.chain
 
+    def members(self) -> Membership:
+        """What answers MEMBERSHIP for its own hashes; built at the first call."""
+        if self._members is None:
+            self._members = Membership(np.frombuffer(self.own, np.uint64))
+            self._ledger.charge(self._members.nbytes)
+        return self._members
+
     def discharge(self) -> None:
         """Uncount it; the table must not be used afterwards."""
-        self._ledger.charge(-TABLE_COST - len(self.chain))
+        members = 0 if self._members is None else self._members.nbytes
+        self._ledger.charge(-TABLE_COST - len(self.chain) - members)
 
 
 class PrefixIndex:
@@ -156,17 +163,3 @@ def _shared_blocks(one: bytes, other: bytes) -> int:
         return size // HASH_BYTES
     left, right = np.frombuffer(one, np.uint64, size // 8), np.frombuffer(other, np.uint64, size // 8)
     return int((left != right).argmax())
-
-
-def membership(table: BlockTable, probes: Buffer) -> bytes:
-    """A bitmap, least significant bit first: bit i says whether probe hash i is in the table."""
-    wanted = np.frombuffer(probes, np.uint64)
-    if not len(table.own):
-        return bytes((len(wanted) + 7) // 8)
-    if table.members is None:
-        table.members = np.sort(np.frombuffer(table.own, np.uint64))
-    members = table.members
-    assert isinstance(members, np.ndarray)  # noqa: S101
-    found = np.searchsorted(members, wanted)
-    np.minimum(found, len(members) - 1, out=found)
-    return np.packbits(members[found] == wanted, bitorder="little").tobytes()
