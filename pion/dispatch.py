@@ -7,6 +7,7 @@ so the common request costs one dictionary look-up.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class Entry:
     """One row, prepared for the call."""
 
     command: Command
+    name: str
     handler: Handler | None
     min_args: int
     max_args: int
@@ -65,6 +67,7 @@ class Dispatcher:
         exact = row.arity > 0
         return Entry(
             command=row,
+            name=row.name,
             handler=row.handler,
             min_args=abs(row.arity),
             max_args=row.arity if exact else 1 << 31,
@@ -74,9 +77,11 @@ class Dispatcher:
             subcommands=None,
         )
 
-    async def execute(self, context: Context, argv: list[Buffer]) -> Reply:
+    def execute(self, context: Context, argv: list[Buffer]) -> Awaitable[Reply]:
         """The reply to one request; a refused or failed command is an `ErrorReply`, never an exception.
 
+        It is no `async def`, so that the common request costs one coroutine less. The checks are made at once; the
+        command runs when the result is awaited, which must be before the next request.
         Cancellation: whether the command took effect is unknown, and the connection must close.
         """
         session = context.session
@@ -92,22 +97,19 @@ class Dispatcher:
             self._monitor.count_error(error.code)
             if session.transaction is not None:
                 session.transaction.failed = True
-            return ErrorReply(error.code, str(error))
+            return _ready(ErrorReply(error.code, str(error)))
         if session.transaction is not None and not entry.no_multi:
-            return self._queue(context, argv)
-        return await self.run(context, entry, argv)
+            return _ready(self._queue(context, argv))
+        return self.run(context, entry, argv)
 
     async def run(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
         """Call the handler of an entry that passed the checks, and account for it."""
         counter = entry.counter
         counter.calls += 1
-        session = context.session
-        session.last_command = entry.command.name
-        handler = entry.handler
-        assert handler is not None  # noqa: S101  find() refuses containers without a handler
+        context.session.last_command = entry.name
         start = perf_counter_ns()
         try:
-            reply = await handler(context, argv)
+            reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
         except PionError as error:
             counter.failed += 1
             self._monitor.count_error(error.code)
@@ -116,20 +118,24 @@ class Dispatcher:
             counter.failed += 1
             self._monitor.count_error("ERR")
             plugin = self._registry.origin(entry.command)
-            logger.exception("command %s of plugin %s failed (client %s)", entry.command.name, plugin, session.addr)
-            reply = ErrorReply("ERR", f"internal error in {entry.command.name} (plugin {plugin}); see the server's log")
+            logger.exception("command %s of plugin %s failed (client %s)", entry.name, plugin, context.session.addr)
+            reply = ErrorReply("ERR", f"internal error in {entry.name} (plugin {plugin}); see the server's log")
         elapsed = perf_counter_ns() - start
         counter.total_ns += elapsed
-        if elapsed >= self._monitor.slower_than_ns and Flag.BLOCKING not in entry.command.flags:
-            shown = argv[:1] if Flag.NO_AUTH in entry.command.flags else argv
+        if elapsed >= self._monitor.slower_than_ns:
+            self._record_slow(context, entry.command, argv, elapsed)
+        return reply
+
+    def _record_slow(self, context: Context, command: Command, argv: list[Buffer], elapsed_ns: int) -> None:
+        if Flag.BLOCKING not in command.flags:
+            shown = argv[:1] if Flag.NO_AUTH in command.flags else argv
             self._monitor.record_slow(
                 shown,
-                elapsed,
+                elapsed_ns,
                 at_s=context.services.clock.wall_s(),
-                addr=session.addr,
-                client_name=session.name,
+                addr=context.session.addr,
+                client_name=context.session.name,
             )
-        return reply
 
     def find(self, argv: list[Buffer]) -> Entry:
         """The entry for a request, with its arity checked. Raises `CommandError`."""
@@ -184,6 +190,11 @@ class Dispatcher:
         for argv in transaction.queue:
             replies.append(await self.run(context, self.find(argv), argv))
         return replies
+
+
+async def _ready(reply: Reply) -> Reply:
+    """A reply that is known already, as something to await."""
+    return reply
 
 
 def unknown_command(argv: list[Buffer]) -> CommandError:

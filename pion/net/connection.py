@@ -183,7 +183,8 @@ class Connection:
             else:
                 first = len(out)
                 encode(reply, session.resp, out)
-                nbytes += _size(out, first)
+                # A single part is bytes; a memoryview or a stream comes between a header and a line end.
+                nbytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
             if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
                 await self._flush(out, nbytes)
                 nbytes = 0
