@@ -42,7 +42,8 @@ class Request(Generic[T]):
     """One command, ready to send."""
 
     name: str
-    buffers: list[Buffer]
+    buffers: list[Buffer] = attrs.field(repr=False)
+    """The bytes, which may hold a password."""
     convert: Callable[[object], T]
     """Makes the result of the reply, or raises `BadReplyError`. Never sees an error reply."""
     reads: bool = False

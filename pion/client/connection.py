@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from pion.client.commands import Request, generic
@@ -20,7 +21,6 @@ from pion.client.errors import (
     ConnectionLostError,
     PionClientError,
     ReplyTimeoutError,
-    ServerError,
 )
 from pion.client.exchange import Exchange
 from pion.client.replies import ReplyReader
@@ -29,6 +29,7 @@ from pion.client.settings import Settings
 # As plain numbers: combining the members of an enum costs more than the system call's own overhead.
 _WAITALL: Final = int(socket.MSG_WAITALL)
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
+_READABLE: Final = select.POLLIN | select.POLLHUP | select.POLLERR
 _PEEK: Final = int(socket.MSG_PEEK) | _DONTWAIT
 
 
@@ -46,8 +47,14 @@ class Connection:
         self._sock = self._connect()
         try:
             self._set_timeout(settings.timeout_s)
-            replies = self.run(Exchange([generic(line) for line in settings.greeting()], self._reader))
-            settings.check_greeting(replies)
+            exchange = Exchange([generic(line) for line in settings.greeting()], self._reader)
+            try:
+                self.run(exchange)
+            except ConnectionLostError:
+                # A server that refuses at the door says why, once, and closes.
+                settings.check_greeting(exchange.replies)
+                raise
+            settings.check_greeting(exchange.replies)
         except BaseException:
             self.close()
             raise
@@ -84,10 +91,8 @@ class Connection:
         try:
             try:
                 self._send(exchange)
-            except (BrokenPipeError, ConnectionResetError):
-                # A server that refuses and closes has said why; its word is worth more than "broken pipe".
-                self._last_words(exchange)
-                raise
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise self._reason(exchange, error) from error
             while not exchange.complete:
                 self._receive(exchange, _WAITALL)
         except BlockingIOError as error:
@@ -105,37 +110,39 @@ class Connection:
 
     def _connect(self) -> socket.socket:
         settings = self._settings
+        addresses: list[tuple[int, int, int, Any]] = []
+        failure: OSError | None = None
         try:
             if settings.unix is not None:
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                addresses: list[tuple[socket.socket, Any]] = [(sock, settings.unix)]
+                addresses.append((socket.AF_UNIX, socket.SOCK_STREAM, 0, settings.unix))
             else:
                 found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-                addresses = [(socket.socket(*entry[:3]), entry[4]) for entry in found]
+                addresses += [(*entry[:3], entry[4]) for entry in found]
         except OSError as error:
-            raise ConnectFailedError(f"{settings.where}: {error}") from error
-        failure: OSError | None = None
-        chosen: socket.socket | None = None
-        for sock, address in addresses:
-            if chosen is not None:
-                sock.close()
-                continue
+            failure = error
+        for family, kind, proto, address in addresses:
             try:
-                sock.settimeout(settings.timeout_s)
-                if settings.receive_buffer_bytes is not None:
-                    # Before connecting: the window that TCP announces depends on it.
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, settings.receive_buffer_bytes)
-                sock.connect(address)
-                if sock.family != socket.AF_UNIX:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.settimeout(None)
-                chosen = sock
+                return self._connected_socket(family, kind, proto, address)
             except OSError as error:
                 failure = error
-                sock.close()
-        if chosen is None:
-            raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure
-        return chosen
+        raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure
+
+    def _connected_socket(self, family: int, kind: int, proto: int, address: Any) -> socket.socket:
+        settings = self._settings
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.settimeout(settings.timeout_s)
+            if settings.receive_buffer_bytes is not None:
+                # Before connecting: the window that TCP announces depends on it.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, settings.receive_buffer_bytes)
+            sock.connect(address)
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def _set_timeout(self, timeout_s: float | None) -> None:
         if timeout_s == self._timeout_s:
@@ -159,8 +166,9 @@ class Connection:
                 exchange.sent(sock.sendmsg(exchange.outgoing(), (), _DONTWAIT))
             except BlockingIOError:
                 exchange.sent(0)
-                if self._wait() & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._receive(exchange, _DONTWAIT)
+                if self._wait() & _READABLE:
+                    with suppress(BlockingIOError):
+                        self._receive(exchange, _DONTWAIT)
 
     def _wait(self) -> int:
         """Wait until something can be sent or received; what."""
@@ -185,13 +193,13 @@ class Connection:
             raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
         exchange.collect()
 
-    def _last_words(self, exchange: Exchange) -> None:
-        """Raise the error that the server sent before it closed, if it sent one."""
-        try:
+    def _reason(self, exchange: Exchange, error: OSError) -> PionClientError:
+        """Why the send failed. A server that refuses and closes has said why before; that is worth more."""
+        with suppress(OSError, PionClientError):
             while not exchange.complete:
                 self._receive(exchange, _DONTWAIT)
-        except (OSError, PionClientError):
-            pass
-        for reply in exchange.replies:
-            if isinstance(reply, ServerError):
-                raise reply
+        word = exchange.last_word()
+        if word is not None and not exchange.pipelined:
+            return word
+        said = f"; its last word was: {word}" if word is not None else ""
+        return ConnectionLostError(f"the connection to {self._settings.where} broke: {error}{said}")

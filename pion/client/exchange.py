@@ -131,6 +131,11 @@ class Exchange:
         if not self.reader.idle:
             raise BadReplyError("the server sent more replies than there were requests")
 
+    def last_word(self) -> ServerError | None:
+        """What the server said last, if that was an error: the reason why it closed, perhaps."""
+        reply = self.replies[-1] if self.replies else None
+        return reply if isinstance(reply, ServerError) else None
+
     def _stop(self) -> None:
         while len(self._segments) > self._offered:
             self._expected -= self._segments.pop().requests

@@ -62,7 +62,12 @@ class Settings:
         ]
 
     def check_greeting(self, replies: list[object]) -> None:
-        """Raises the server's error (a wrong password, say), or `BadReplyError` if it speaks another protocol."""
+        """Raises the server's error (a wrong password, say), or `BadReplyError` if it speaks another protocol.
+
+        Without replies it does nothing: the connection's own error says more.
+        """
+        if not replies:
+            return
         hello = replies[0]
         if isinstance(hello, ServerError):
             raise hello

@@ -74,6 +74,19 @@ def test_a_refused_greeting_is_not_tried_again(reply: bytes, kind: type[Exceptio
         assert server.served == 1
 
 
+def test_a_server_that_is_full_says_so_and_closes() -> None:
+    def script(peer: Peer) -> None:
+        peer.send(b"-ERR max number of clients reached\r\n")
+        peer.sock.shutdown(socket.SHUT_WR)
+        for _ in requests(peer):
+            pass
+
+    with FakeServer(script, greet=False) as server, client_of(server) as client:
+        with pytest.raises(errors.ServerError, match="max number of clients"):
+            client.v_drop("s")
+        assert server.served == 1
+
+
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -264,8 +277,8 @@ def test_bytes_sent_while_idle_are_not_taken_for_the_next_reply() -> None:
         assert client.v_drop("sid") == 1
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_server_that_refuses_and_closes_is_heard(pipelined: bool) -> None:
+@pytest.mark.parametrize(("pipelined", "kind"), [(False, errors.ServerError), (True, errors.OutcomeUnknownError)])
+def test_a_server_that_refuses_and_closes_is_heard(pipelined: bool, kind: type[Exception]) -> None:
     """The send fails with a broken pipe while the reason lies in the receive buffer."""
 
     def script(peer: Peer) -> None:
@@ -274,7 +287,7 @@ def test_a_server_that_refuses_and_closes_is_heard(pipelined: bool) -> None:
 
     blob = np.zeros(1 << 25, np.uint8)
     with FakeServer(script) as server, client_of(server) as client:
-        with pytest.raises(errors.ServerError, match="invalid bulk length"):
+        with pytest.raises(kind, match="invalid bulk length"):
             client.pipeline([("X", blob)] * 2) if pipelined else client.execute("X", blob)
         assert not client._lines._main.open
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import trio
 
@@ -14,7 +14,6 @@ from pion.client.errors import (
     ConnectionLostError,
     PionClientError,
     ReplyTimeoutError,
-    ServerError,
 )
 from pion.client.exchange import Exchange
 from pion.client.replies import ReplyReader
@@ -40,7 +39,13 @@ class Connection:
         connection = cls(settings, await _connected_socket(settings))
         try:
             exchange = connection.exchange([generic(line) for line in settings.greeting()])
-            settings.check_greeting(await connection.run(exchange))
+            try:
+                await connection.run(exchange)
+            except ConnectionLostError:
+                # A server that refuses at the door says why, once, and closes.
+                settings.check_greeting(exchange.replies)
+                raise
+            settings.check_greeting(exchange.replies)
         except BaseException:
             connection.close()
             raise
@@ -103,11 +108,11 @@ class Connection:
             while exchange.sending:
                 with self._translated():
                     exchange.sent(await self._sock.sendmsg(exchange.outgoing()))
-        except ConnectionLostError:
-            # A server that refuses and closes has said why; its word is worth more than "broken pipe".
-            if not exchange.pipelined:
-                await self._last_words(exchange)
-            raise
+        except ConnectionLostError as error:
+            reason = await self._reason(exchange)
+            if reason is None:
+                raise
+            raise reason from error
 
     async def _receive_all(self, exchange: Exchange) -> None:
         while not exchange.complete:
@@ -132,16 +137,16 @@ class Connection:
             reader.feed(data)
         exchange.collect()
 
-    async def _last_words(self, exchange: Exchange) -> None:
-        """Raise the error that the server sent before it closed, if it sent one."""
-        try:
-            while not exchange.complete and self._sock.is_readable():
+    async def _reason(self, exchange: Exchange) -> PionClientError | None:
+        """Why a send failed, if the server said so before it closed."""
+        with suppress(PionClientError):
+            # In a pipeline another task receives, and has had the server's word first.
+            while not exchange.pipelined and not exchange.complete and self._sock.is_readable():
                 await self._receive(exchange)
-        except PionClientError:
-            pass
-        for reply in exchange.replies:
-            if isinstance(reply, ServerError):
-                raise reply
+        word = exchange.last_word()
+        if word is None or not exchange.pipelined:
+            return word
+        return ConnectionLostError(f"{self._settings.where} closed the connection; its last word was: {word}")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
