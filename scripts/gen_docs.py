@@ -28,6 +28,7 @@ def pages() -> dict[str, str]:
         "reference/replies.md": server.replies_page(),
         "reference/api.md": python.api_page(),
         "reference/client.md": python.client_page(),
+        "reference/prompt-cache.md": python.prompt_cache_page(),
         "reference/testing.md": python.testing_page(),
     }
     for family, rows in commands.by_family(registry).items():

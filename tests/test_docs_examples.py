@@ -127,7 +127,8 @@ async def test_conversations(page: str, tmp_path: Path, forget_plugin_modules: N
                 assert "\n".join(line.rstrip() for line in reply.splitlines()) == expected, command
 
 
-RUN = [block for block in PYTHON if not block.title]
+RUN_ELSEWHERE = {"how-to/client.md": "tests/client/test_how_to.py"}
+RUN = [block for block in PYTHON if not block.title and block.page not in RUN_ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", pages_of(RUN))
@@ -174,6 +175,12 @@ async def test_the_plugins_shown_load(page: str, tmp_path: Path, forget_plugin_m
 def test_every_python_block_is_run_or_says_why_not() -> None:
     for block in PYTHON:
         assert re.fullmatch(r"|needs .*|plugins/\w+\.py|test_\w+\.py", block.title), f"{block.page}: {block.title}"
+
+
+@pytest.mark.parametrize("page", RUN_ELSEWHERE)
+def test_the_other_page_is_run_where_it_is_said(page: str) -> None:
+    source = (ROOT / RUN_ELSEWHERE[page]).read_text(encoding="utf-8")
+    assert f'"{Path(page).name}"' in source
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.title == "pion.toml"], ids=lambda b: b.page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 
@@ -65,17 +66,16 @@ def command_section(row: Command) -> Iterator[str]:
         yield from ("A container: its subcommands follow.", "")
         return
     yield from ("```text", row.syntax(), "```", "")
-    arguments = list(flatten(row.args))
-    if any(argument.summary for _, argument in arguments):
+    arguments = [pair for pair in flatten(row.args) if pair[1].summary]
+    if arguments:
         yield from ("| argument | type | |", "|---|---|---|")
-        for shown, argument in arguments:
-            if argument.summary or argument.type not in (ArgType.BLOCK, ArgType.ONEOF):
-                yield f"| {code_cell(shown)} | {argument.type.value} | {cell(argument.summary)} |"
+        lines = [f"| {code_cell(shown)} | {kind(each)} | {cell(each.summary)} |" for shown, each in arguments]
+        yield from dict.fromkeys(lines)  # alternatives of a command often share an argument
         yield ""
     if row.reply:
         yield from (f"**Reply.** {prose(row.reply)}", "")
     if row.errors:
-        yield from ("**Errors.**", "", *(f"- {prose(error)}" for error in row.errors), "")
+        yield from ("**Errors.**", "", *(f"- {error_line(error)}" for error in row.errors), "")
     if row.examples:
         yield from ("```text", *row.examples, "```", "")
     facts = [f"since {row.since}", row.complexity]
@@ -83,6 +83,17 @@ def command_section(row: Command) -> Iterator[str]:
     if row.replaces:
         facts.append(f"replaces the one of {row.replaces}")
     yield from (f"*{', '.join(facts)}*", "")
+
+
+def error_line(text: str) -> str:
+    """`-BUSY another connection ...` with the code set apart."""
+    return re.sub(r"^-([A-Z]+)", r"`-\1`", prose(text))
+
+
+def kind(argument: Arg) -> str:
+    """The type of an argument in a word."""
+    words = {ArgType.PURE_TOKEN: "word", ArgType.ONEOF: "one of", ArgType.BLOCK: "group"}
+    return words.get(argument.type, argument.type.value)
 
 
 def flatten(args: tuple[Arg, ...]) -> Iterator[tuple[str, Arg]]:

@@ -73,6 +73,16 @@ def testing_page() -> str:
     return "\n".join(lines)
 
 
+def prompt_cache_page() -> str:
+    """`pion_vllm_mlx`. Imported here only: it loads MLX."""
+    import pion_vllm_mlx
+
+    lines = ["# Prompt cache for mlx-lm", "", *paragraphs(inspect.getdoc(pion_vllm_mlx) or ""), ""]
+    for name in pion_vllm_mlx.__all__:
+        lines += class_section(name, getattr(pion_vllm_mlx, name))
+    return "\n".join(lines)
+
+
 def class_section(name: str, value: type) -> list[str]:
     """A class under a heading of its own."""
     return [f"## {name}", "", *api_entry(name, value), ""]
@@ -99,6 +109,9 @@ def api_entry(name: str, value: object) -> list[str]:
         if not member.startswith("_") and inspect.isfunction(function):
             prefix = "async " if inspect.iscoroutinefunction(function) else ""
             lines += ["", f"**`{prefix}{member}{signature(function)}`**", ""]
+            lines += paragraphs(inspect.getdoc(function) or "")
+        elif isinstance(function, staticmethod) and not member.startswith("_"):
+            lines += ["", f"**`{member}{signature(function.__func__)}`** (static)", ""]
             lines += paragraphs(inspect.getdoc(function) or "")
         elif isinstance(function, property) and not member.startswith("_"):
             lines += ["", f"**`{member}`** (property)", "", *paragraphs(inspect.getdoc(function) or "")]
