@@ -89,18 +89,9 @@ class Connection:
     def run(self, exchange: Exchange) -> list[object]:
         """Send and receive until all replies are there; returns them. Closes the connection if it raises."""
         try:
-            try:
-                self._send(exchange)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise self._reason(exchange, error) from error
+            self._send(exchange)
             while not exchange.complete:
                 self._receive(exchange, _WAITALL)
-        except BlockingIOError as error:
-            self.close()
-            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
-        except OSError as error:
-            self.close()
-            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -155,20 +146,19 @@ class Connection:
         self._timeout_s = timeout_s
 
     def _send(self, exchange: Exchange) -> None:
-        sock = self._sock
-        if not exchange.pipelined:
-            # The server takes in a whole request before it answers, so a blocking send can't lock up.
-            while exchange.sending:
-                exchange.sent(sock.sendmsg(exchange.outgoing()))
-            return
+        # A single request is taken in by the server before it answers, so a blocking send can't lock up.
+        flags = _DONTWAIT if exchange.pipelined else 0
         while exchange.sending:
             try:
-                exchange.sent(sock.sendmsg(exchange.outgoing(), (), _DONTWAIT))
-            except BlockingIOError:
+                exchange.sent(self._sock.sendmsg(exchange.outgoing(), (), flags))
+            except BlockingIOError as error:
+                if not flags:
+                    raise self._silent() from error
                 exchange.sent(0)
                 if self._wait() & _READABLE:
-                    with suppress(BlockingIOError):
-                        self._receive(exchange, _DONTWAIT)
+                    self._receive(exchange, _DONTWAIT)
+            except OSError as error:
+                raise self._reason(exchange, error) from error
 
     def _wait(self) -> int:
         """Wait until something can be sent or received; what."""
@@ -176,28 +166,44 @@ class Connection:
         poll.register(self._sock, select.POLLIN | select.POLLOUT)
         ready = poll.poll(None if self._timeout_s is None else max(1, int(self._timeout_s * 1000)))
         if not ready:
-            raise BlockingIOError
+            raise self._silent()
         return ready[0][1]
 
-    def _receive(self, exchange: Exchange, flags: int) -> None:
+    def _receive(self, exchange: Exchange, flags: int) -> bool:
+        """Receive once. False: nothing was there, which happens with MSG_DONTWAIT only."""
         reader = self._reader
         target = reader.target()
-        if target is not None:
-            n = self._sock.recv_into(target, 0, flags)
-            reader.filled(n)
-        else:
-            data = self._sock.recv(reader.read_bytes, flags & ~_WAITALL)
-            n = len(data)
-            reader.feed(data)
+        data = b""
+        # Only the calls of the socket are guarded: an OSError of the caller's functions is the caller's.
+        try:
+            if target is not None:
+                n = self._sock.recv_into(target, 0, flags)
+            else:
+                data = self._sock.recv(reader.read_bytes, flags & ~_WAITALL)
+                n = len(data)
+        except BlockingIOError as error:
+            if flags & _DONTWAIT:
+                return False
+            raise self._silent() from error
+        except OSError as error:
+            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
         if not n:
             raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
+        if target is not None:
+            reader.filled(n)
+        else:
+            reader.feed(data)
         exchange.collect()
+        return True
+
+    def _silent(self) -> ReplyTimeoutError:
+        return ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s")
 
     def _reason(self, exchange: Exchange, error: OSError) -> PionClientError:
         """Why the send failed. A server that refuses and closes has said why before; that is worth more."""
-        with suppress(OSError, PionClientError):
-            while not exchange.complete:
-                self._receive(exchange, _DONTWAIT)
+        with suppress(PionClientError):
+            while not exchange.complete and self._receive(exchange, _DONTWAIT):
+                pass
         word = exchange.last_word()
         if word is not None and not exchange.pipelined:
             return word

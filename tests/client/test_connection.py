@@ -292,15 +292,17 @@ def test_a_server_that_refuses_and_closes_is_heard(pipelined: bool, kind: type[E
         assert not client._lines._main.open
 
 
-def test_a_callback_that_raises_ends_the_exchange() -> None:
+@pytest.mark.parametrize("kind", [LookupError, OSError, BlockingIOError, ConnectionResetError])
+def test_a_callback_that_raises_ends_the_exchange(kind: type[Exception]) -> None:
     reply = array(bulk(b"k" * 50_000), bulk(b"v" * 50_000))
 
     def fail(index: int, nbytes: int) -> memoryview:
-        raise LookupError(index)
+        raise kind(index)
 
     with FakeServer(answer(reply)) as server, client_of(server) as client:
-        with pytest.raises(LookupError):
+        with pytest.raises(kind) as caught:
             client.prefix_fetch_into("ns", fail)
+        assert type(caught.value) is kind
         assert server.served == 1
         assert [len(part) for part in client.prefix_fetch("ns")] == [50_000, 50_000]
         assert server.served == 2
