@@ -147,15 +147,18 @@ class Connection:
                     if session.closing:
                         return
                     parser.restricted = not session.authenticated
+                    if not parser.need_data:
+                        continue
                 elif not parser.need_data:
                     await self._yield()
-                elif parser.payload_left:
+                    continue
+                if parser.payload_left:
                     if not await self._receive_payload():
                         return
                 elif (table.draining and parser.between_requests) or not await self._receive():
                     return
         except ProtocolError as error:
-            await self.sender.send(error_line(error.code, str(error)))
+            await self._flush([error_line(error.code, str(error))], 0)
             await self._linger()
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -215,7 +218,12 @@ class Connection:
             return
         # A batch of small replies holds no stream unless its size was counted.
         if nbytes <= FLUSH_BYTES and not (nbytes and any(type(part) is Stream for part in out)):
-            await self.sender.send(b"".join(out))  # type: ignore[arg-type]  # no Stream among them
+            data = b"".join(out)  # type: ignore[arg-type]  # no Stream among them
+            sent = self._transport.send_nowait(data)
+            if sent == len(data):
+                self.sender.progress += 1
+            else:
+                await self.sender.send(data, sent or 0)
         else:
             await self.sender.send_parts(out, nbytes)
         out.clear()

@@ -43,11 +43,11 @@ class Sender:
         """Bytes a second that the peer has taken of the current bulk reply."""
         return (self.nbytes - self.unsent) / max(now_s - self.started_s, 1e-3)
 
-    async def send(self, data: bytes) -> None:
-        """Send all of `data`. Cancellation: a part may be sent, the connection must close."""
-        sent = self._transport.send_nowait(data)
-        if sent != len(data):
-            await self._send_buffers([memoryview(data)[sent or 0 :]])
+    async def send(self, data: bytes, sent: int = 0) -> None:
+        """Send `data` from position `sent` on. Cancellation: a part may be sent, the connection must close."""
+        if sent:
+            self.progress += 1
+        await self._send_buffers([memoryview(data)[sent:]])
 
     async def send_parts(self, parts: Sequence[Part], nbytes: int) -> None:
         """Send a bulk reply of `nbytes` bytes. Cancellation: a part may be sent, the connection must close.

@@ -171,7 +171,7 @@ class RespParser:
                 self._leave_walk()
             else:
                 self._walk(found, limit)
-                if self._walkable:
+                if self._walkable or self.need_data:
                     return found
         try:
             for _ in range(limit - len(found)):
@@ -202,7 +202,7 @@ class RespParser:
         room = limit - len(found)
         counts, lengths = _COUNTS, _LENGTHS
         alike = True
-        while room:
+        while room and index < last:
             header = lines[index]
             count = counts.get(header)
             if count is None:
@@ -217,12 +217,23 @@ class RespParser:
                     room -= taken
                     continue
                 alike = False  # trying again at each request would take quadratic time
-            arguments = lines[index + 2 : end : 2]
-            if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
-                break
-            found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
+            if count == 1:
+                argument = lines[index + 2]
+                if lengths.get(lines[index + 1]) != len(argument):
+                    break
+                found.append([argument])
+            else:
+                arguments = lines[index + 2 : end : 2]
+                if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
+                    break
+                found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
             index = end
             room -= 1
+        if index == last and not lines[last]:  # the chunk ends with a request, as most do
+            self._data, self._position, self._lines = b"", 0, []
+            self._walkable = False
+            self.need_data = True
+            return
         self._index = index
         if room:
             self._leave_walk()

@@ -51,7 +51,7 @@ async def test_partial_sends_go_on_where_they_stopped():
     transport = Recorder([3, None, 1, 0, None, 5])
     await Sender(transport).send(b"0123456789abcdef")
     assert transport.data == b"0123456789abcdef"
-    assert transport.waits == 5
+    assert transport.waits == 6
 
 
 async def test_buffers_are_sent_in_slices_and_never_too_many_at_once():
@@ -169,7 +169,7 @@ async def test_the_slowest_readers_go_when_replies_hold_too_much(caplog):
             rig.table.enforce_sending_limit()
             rig.table.enforce_sending_limit()  # before the first two had a chance to go: no further victim
         await wait_all_tasks_blocked()
-        assert rig.closed == [readers[0].connection.session.id, readers[2].connection.session.id]
+        assert sorted(rig.closed) == [readers[0].connection.session.id, readers[2].connection.session.id]
         assert rig.table.statistics().slow_readers_dropped == 2
         assert "reads too slowly" in caplog.text
         rig.ledger.sending_bytes = 8 * MIB
