@@ -123,7 +123,9 @@ def _syntax(arg: Arg) -> str:
         if arg.token:
             text = f"{arg.token} {text}"
     else:
-        text = f"{arg.token} {arg.name}" if arg.token else arg.name
-    if arg.multiple:
+        # A word before several values is written once: ID client-id [client-id ...].
+        text = f"{arg.name} [{arg.name} ...]" if arg.multiple else arg.name
+        text = f"{arg.token} {text}" if arg.token else text
+    if arg.multiple and arg.type in (ArgType.ONEOF, ArgType.BLOCK, ArgType.PURE_TOKEN):
         text = f"{text} [{text} ...]"
     return f"[{text}]" if arg.optional else text

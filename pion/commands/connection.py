@@ -113,10 +113,12 @@ async def echo(context: Context, argv: list[Buffer]) -> Reply:
 
 async def select(context: Context, argv: list[Buffer]) -> Reply:
     """Accept the one database."""
-    # An index is a C int in Redis, and what does not fit one has another error than what is no database.
-    if _INTEGER.fullmatch(argv[1]) is None or not -(2**31) <= int(bytes(argv[1])) < 2**31:
+    if _INTEGER.fullmatch(argv[1]) is None:
         raise CommandError("value is not an integer or out of range")
-    if int(bytes(argv[1])) != 0:
+    index = int(bytes(argv[1]))
+    if not -(2**31) <= index < 2**31:
+        raise CommandError("value is out of range, value must between -2147483648 and 2147483647")
+    if index != 0:
         raise CommandError("DB index is out of range")
     return OK
 

@@ -18,6 +18,8 @@ _COUNT: Final = re.compile(rb"-1|[0-9]{1,18}")
 async def slowlog_get(context: Context, argv: list[Buffer]) -> Reply:
     """The newest entries."""
     count = DEFAULT_COUNT
+    if len(argv) > 3:
+        raise CommandError("unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.")
     if len(argv) > 2:
         if _COUNT.fullmatch(argv[2]) is None:
             raise CommandError("count should be greater than or equal to -1")

@@ -1,0 +1,143 @@
+"""INFO, without sockets."""
+
+import re
+
+import pytest
+
+from pion.commands.info import format_sections
+from pion.config import REDIS_VERSION, Config
+from pion.context import InfoSection
+from pion.testing import FakeClock, make_harness
+
+
+def sections(text: str) -> dict[str, dict[str, str]]:
+    """Parse as strictly as the strictest client: CRLF, titles, `field:value`, blank lines between sections."""
+    found: dict[str, dict[str, str]] = {}
+    for block in text.split("\r\n\r\n"):
+        title, *rows = block.removesuffix("\r\n").split("\r\n")
+        assert title.startswith("# ")
+        fields = dict(row.split(":", 1) for row in rows)
+        assert len(fields) == len(rows) or title == "# Modules"
+        found[title.removeprefix("# ")] = fields
+    return found
+
+
+async def info(harness, *names) -> dict[str, dict[str, str]]:
+    return sections(await harness.call("INFO", *names))
+
+
+async def test_what_clients_need(harness):
+    everything = {field: value for rows in (await info(harness)).values() for field, value in rows.items()}
+    assert everything["redis_version"] == REDIS_VERSION
+    assert everything["redis_mode"] == "standalone"
+    assert everything["arch_bits"] in ("32", "64")
+    assert everything["loading"] == "0"
+    assert everything["role"] == "master"
+    assert everything["cluster_enabled"] == "0"
+    assert everything["maxmemory"] == "0"
+    assert int(everything["used_memory"]) >= 0
+
+
+async def test_default_leaves_the_long_sections_out(harness):
+    plain = await info(harness)
+    assert {"Server", "Clients", "Memory", "Persistence", "Stats", "Replication", "CPU", "Modules"} <= plain.keys()
+    assert {"Errorstats", "Cluster", "Keyspace", "Pion"} <= plain.keys()
+    assert "Commandstats" not in plain
+    assert (await info(harness, "default")).keys() == plain.keys()
+    for word in ("all", "EVERYTHING"):
+        assert (await info(harness, word)).keys() == plain.keys() | {"Commandstats"}
+    assert (await info(harness, "commandstats", "DEFAULT")).keys() == plain.keys() | {"Commandstats"}
+
+
+async def test_sections_by_name(harness):
+    assert list(await info(harness, "cpu", "Replication", "cpu")) == ["Replication", "CPU"]
+    assert await harness.call("INFO", "nosuch") == ""
+    assert list(await info(harness, "nosuch", "CLUSTER")) == ["Cluster"]
+    assert await harness.call("INFO", b"\xff\r\n", memoryview(b"x" * 40_000)) == ""
+
+
+async def test_uptime_and_time_follow_the_clock():
+    clock = FakeClock()
+    harness = make_harness(clock=clock)
+    clock.advance(90_000.5)
+    server = (await info(harness, "server"))["Server"]
+    assert (server["uptime_in_seconds"], server["uptime_in_days"]) == ("90000", "1")
+    assert server["server_time_usec"] == str(int(clock.wall_s() * 1e6))
+
+
+async def test_run_id_is_of_the_run(harness):
+    server = (await info(harness, "server"))["Server"]
+    assert re.fullmatch("[0-9a-f]{40}", server["run_id"])
+    assert (await info(harness, "server"))["Server"]["run_id"] == server["run_id"]
+    assert (await info(make_harness(), "server"))["Server"]["run_id"] != server["run_id"]
+
+
+async def test_clients_and_stats_count():
+    harness = make_harness(Config(max_clients=5))
+    other = harness.client()
+    await other.call("PING")
+    assert (await info(harness, "clients"))["Clients"]["connected_clients"] == "2"
+    assert (await info(harness, "clients"))["Clients"]["maxclients"] == "5"
+    other.disconnect()
+    await harness.call("NOSUCH")
+    stats = (await info(harness, "clients", "stats"))["Stats"]
+    assert stats["total_connections_received"] == "2"
+    assert stats["total_commands_processed"] == "4"
+    assert stats["total_error_replies"] == "1"
+    assert (await info(harness, "clients"))["Clients"]["connected_clients"] == "1"
+
+
+async def test_commandstats_and_errorstats():
+    harness = make_harness(Config(requirepass="x"))
+    await harness.call("PING")
+    await harness.call("AUTH", "default", "y")
+    await harness.call("AUTH", "x")
+    await harness.call("SELECT", 3)
+    await harness.call("ECHO")
+    await harness.call("CLIENT", "ID")
+    await harness.call("MULTI")
+    await harness.call("NOSUCH")
+    await harness.call("EXEC")
+    rows = (await info(harness, "commandstats"))["Commandstats"]
+    number = r"\d+(\.\d\d)?"
+    for name, calls, rejected, failed in [
+        ("ping", 0, 1, 0),
+        ("auth", 2, 0, 1),
+        ("select", 1, 0, 1),
+        ("echo", 0, 1, 0),
+        ("client|id", 1, 0, 0),
+    ]:
+        pattern = f"calls={calls},usec={number},usec_per_call={number},rejected_calls={rejected},failed_calls={failed}"
+        assert re.fullmatch(pattern, rows[f"cmdstat_{name}"]), (name, rows)
+    assert (await info(harness, "errorstats"))["Errorstats"] == {
+        "errorstat_ERR": "count=3",
+        "errorstat_EXECABORT": "count=1",
+        "errorstat_NOAUTH": "count=1",
+        "errorstat_WRONGPASS": "count=1",
+    }
+
+
+async def test_modules_are_the_plugins(harness):
+    text = await harness.call("INFO", "modules")
+    assert "module:name=server,ver=1\r\n" in text
+
+
+def test_values_cannot_break_a_line():
+    text = format_sections([InfoSection("A", lambda: [("path", "x\r\nrole:slave"), ("yes", True), ("half", 0.5)])])
+    assert text == "# A\r\npath:x  role:slave\r\nyes:1\r\nhalf:0.5\r\n"
+
+
+def test_plugins_may_add_to_a_section():
+    text = format_sections(
+        [
+            InfoSection("A", lambda: [("a", 1)]),
+            InfoSection("B", list),
+            InfoSection("A", lambda: [("c", 2)]),
+        ]
+    )
+    assert text == "# A\r\na:1\r\nc:2\r\n\r\n# B\r\n"
+
+
+@pytest.mark.parametrize("plugins", ["connection,server", "all,-stats"])
+async def test_without_the_stats_family_there_is_no_receipt(plugins):
+    assert "# Pion" not in await make_harness(Config(plugins=plugins)).call("INFO", "all")
