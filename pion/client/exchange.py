@@ -61,6 +61,18 @@ def _segments(requests: Sequence[Request[object]]) -> deque[_Segment]:
 class Exchange:
     """See the module. `replies` holds what came so far, errors as `ServerError` values."""
 
+    __slots__ = (
+        "_expected",
+        "_offered",
+        "_partial",
+        "_requests",
+        "_segments",
+        "_stop_at_error",
+        "pipelined",
+        "reader",
+        "replies",
+    )
+
     def __init__(
         self, requests: Sequence[Request[object]], reader: ReplyReader, *, stop_at_error: bool = False
     ) -> None:

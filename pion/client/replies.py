@@ -169,11 +169,13 @@ class ReplyReader:
                         continue
                 else:
                     value = _scalar(kind, line)
-            done, value = self._collect(value)
-            if done:
-                self._bytes = self._values = 0
-                self._sink = None
-                return value
+            if self._stack:
+                complete, value = self._collect(value)
+                if not complete:
+                    continue
+            self._bytes = self._values = 0
+            self._sink = None
+            return value
 
     # Parts
 
