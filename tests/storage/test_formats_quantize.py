@@ -237,6 +237,13 @@ def test_mlx4g32_any_finite_rows(rows):
         assert (error <= span / 15 + rounding + 1e-6).all()
 
 
+def test_mlx4g32_keeps_zeros_beside_the_smallest_values():
+    """A value too small for a step of its own must not pull the zeros of its group with it."""
+    rows = np.zeros((2, 32), np.float32)
+    rows[0, 3], rows[1, 3] = 4e-8, -4e-8
+    assert not check_mlx(rows).any()
+
+
 def test_mlx4g32_at_the_edge_of_fp16():
     """15 times the scale must stay finite in fp16, or the reader would see infinities."""
     rng = np.random.default_rng(7)
