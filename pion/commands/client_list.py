@@ -101,8 +101,11 @@ def _kill_address(context: Context, address: bytes) -> Reply:
 
 def _end(context: Context, session: Session) -> None:
     session.closing = True
-    # The caller still gets its reply and is closed after it; others at once, whatever they are doing.
-    if session is not context.session and session.kill is not None:
+    if session is context.session:
+        return  # it still gets its reply, and is closed after it
+    # Gone from CLIENT LIST with this reply; its task ends a moment later, whatever it was doing.
+    context.services.clients.remove(session)
+    if session.kill is not None:
         session.kill()
 
 

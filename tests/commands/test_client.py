@@ -103,6 +103,7 @@ async def test_kill_by_address_alone(harness):
     assert await harness.call("CLIENT", "KILL", "127.0.0.1:4001") == ErrorReply("ERR", "No such client")
     assert await harness.call("CLIENT", "KILL", "127.0.0.1:4000") == OK
     assert cut == [other.context.session.id]
+    assert [line["id"] for line in lines(await harness.call("CLIENT", "LIST"))] == ["1"]
     assert other.context.session.closing
     assert not harness.context.session.closing
 
