@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -56,13 +57,14 @@ class Link:
         self._idle: list[PionClient] = []
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
-        self._closed = False
+        # Users of a notebook forget to close; sockets shouldn't wait for the garbage collector to complain.
+        weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
     def operation(self) -> Iterator[Operation]:
         """The server for one operation.
 
-        Whatever escapes the block closes the connection, and with it a prefix that was being filled: the server drops it.
+        Whatever escapes the block closes the connection; the server then drops a prefix that was being filled.
         """
         operation = Operation(self, self._take())
         try:
@@ -73,12 +75,9 @@ class Link:
         self._give(operation)
 
     def close(self) -> None:
-        """Close the connections that no operation uses; the others are closed when theirs ends."""
+        """Close the connections that no operation uses now."""
         with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for client in idle:
-            client.close()
+            _close_all(self._idle)
 
     def _take(self) -> PionClient | None:
         with self._lock:
@@ -97,7 +96,7 @@ class Link:
         with self._lock:
             if operation.answered:
                 self._pause_s = FIRST_PAUSE_S
-            if len(self._idle) < MAX_IDLE and not self._closed:
+            if len(self._idle) < MAX_IDLE:
                 self._idle.append(client)
                 return
         client.close()
@@ -112,6 +111,11 @@ class Link:
                 self._not_before = self._clock() + self._pause_s
                 self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         logger.warning("%s: %s; going on without the server", what, error)
+
+
+def _close_all(clients: list[PionClient]) -> None:
+    while clients:
+        clients.pop().close()
 
 
 class Operation:

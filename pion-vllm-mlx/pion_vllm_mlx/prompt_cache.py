@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 from pion.client import PionClient, Registered
-from pion.client.errors import PionClientError, ServerError
+from pion.client.errors import ExistsError, PionClientError, ServerError
 from pion_vllm_mlx import transfer
 from pion_vllm_mlx.fingerprint import Fingerprint, tokenizer_fingerprint
 from pion_vllm_mlx.link import Link, Operation, logger
@@ -26,9 +26,6 @@ server, and a short one saves less than it costs."""
 
 TRIAL_TOKENS: Final = 32
 """Tokens evaluated to estimate the prefill time of a model that this instance has not run yet."""
-
-NO_SUCH_PREFIX: Final = -2
-"""What KV.PREFIX.TTL says of a prefix that is not there, or not complete."""
 
 LABEL_TOKENS: Final = 24
 """How much of the text the label in META shows."""
@@ -133,10 +130,11 @@ class PionPromptCache:
 
         Args:
             ids: token ids, at least one.
-            namespace: where the prefix is stored. None derives a strict name from the model and the ids. A name of
-                one's own stands for itself: the prefix is stored whole. What is found under it is used only if it was
-                computed from these tokens by this very model, tokenizer and format; anything else counts as a mismatch
-                and is left alone.
+            namespace: where the prefix is stored. None derives a strict name from the model and the ids; if that isn't
+                stored, the longest stored beginning is fetched and only the rest is computed, and stored as a segment
+                that continues it. A name of one's own stands for itself: all is computed and stored under it. What is
+                found under it is used only if it was computed from these tokens by this very model, tokenizer and
+                format; anything else counts as a mismatch and is left alone.
             progress: called with (tokens done, tokens in all) before and after each step of a prefill. An exception
                 that it raises cancels: nothing is stored.
 
@@ -150,10 +148,8 @@ class PionPromptCache:
             if found is not None:
                 self._counters.add(hits=1)
                 return found.caches
-            found = self._match(server, context, wanted)
-            return self._complete(
-                server, context, name, wanted, found, chain=namespace is None, store=not mismatch, progress=progress
-            )
+            found = self._match(server, context, wanted) if namespace is None else None
+            return self._complete(server, context, name, wanted, found, store=not mismatch, progress=progress)
 
     def prepare_prompt(
         self, ids: Sequence[int] | Any, *, progress: Progress | None = None
@@ -173,9 +169,8 @@ class PionPromptCache:
             found = self._match(server, context, head) if boundary else None
             have = found.tokens if found is not None else 0
             if boundary - have >= MIN_SEGMENT_TOKENS:
-                caches = self._complete(
-                    server, context, context.namespace(head), head, found, chain=True, store=True, progress=progress
-                )
+                name = context.namespace(head)
+                caches = self._complete(server, context, name, head, found, store=True, progress=progress)
                 return caches, wanted[boundary:].tolist()
         if found is None:
             self._counters.add(misses=1)
@@ -308,16 +303,15 @@ class PionPromptCache:
         ids: TokenIds,
         found: _Found | None,
         *,
-        chain: bool,
         store: bool,
         progress: Progress | None,
     ) -> list[Any]:
         """Compute what `found` lacks and store it; or wait for another client that is computing it."""
         have = found.tokens if found is not None else 0
-        if chain and have == len(ids) and found is not None:
+        if found is not None and have == len(ids):
             self._counters.add(hits=1)
             return found.caches
-        plan = _Plan(context, name, ids, (found.namespace, have) if chain and found is not None and have else None)
+        plan = _Plan(context, name, ids, (found.namespace, have) if found is not None else None)
         claim = server.ask("REGISTER", lambda client: _claim(client, plan), _Claim.NO) if store else _Claim.NO
         if claim is _Claim.OTHERS:
             waited = self._wait(server, context, name, ids, have)
@@ -330,8 +324,7 @@ class PionPromptCache:
         )  # fmt: skip
         elapsed_ms = (time.perf_counter() - start) * 1000
         computed = len(ids) - have
-        if computed:
-            self._ms_per_token = elapsed_ms / computed
+        self._ms_per_token = elapsed_ms / computed
         self._counters.add(
             **{"partial_hits" if have else "misses": 1}, prefill_ms_total=elapsed_ms, tokens_prefilled=computed
         )
@@ -422,12 +415,16 @@ def _claim(client: PionClient, plan: _Plan) -> _Claim:
     """Make the name ours to fill.
 
     It is registered without META first: if another client has completed it meanwhile, registering succeeds and would
-    put our META over its rows. Once it is pending and ours, nobody else can complete it.
+    put our META over its rows. CHAIN shows complete prefixes only. Once ours is pending, nobody else can complete it.
     """
-    registered = _register(client, plan)
+    try:
+        registered = _register(client, plan)
+    except ExistsError as error:  # a name of one's own that something of another shape has
+        logger.info("not stored: %s", error)
+        return _Claim.NO
     if registered is Registered.DEFERRED:
         return _Claim.NO
-    if registered is Registered.PENDING or client.prefix_ttl(plan.name) != NO_SUCH_PREFIX:
+    if registered is Registered.PENDING or client.execute("KV.PREFIX.CHAIN", plan.name) is not None:
         return _Claim.OTHERS
     return _Claim.OURS
 

@@ -36,7 +36,8 @@ class RejectedPrefixError(PionClientError):
 def fetch(client: PionClient, namespace: str | bytes, context: Context, tokens: int) -> tuple[list[Any], int]:
     """(caches that hold the first `tokens` tokens of a prefix, bytes received).
 
-    Raises ServerError when the prefix isn't there (any more), RejectedPrefixError when it has another shape, TransportError.
+    Raises ServerError when the prefix isn't there (any more), RejectedPrefixError when it has another shape, and
+    TransportError.
     """
     receiver = _Receiver(context, tokens)
     client.prefix_fetch_into(namespace, receiver.receive, receiver.done, start=0, end=tokens, as_=receiver.wire)
