@@ -19,17 +19,11 @@ from benchmarks._lib.raw import RawClient
 
 SETUP = struct.Struct("<cQQ")
 SEND, KEEP = b"S", b"K"
+IDLE_S = 3600
+"""A connection waits so long for its next turn."""
 
 
-class _Served(RawClient):
-    """The accepting end with the client's receive code."""
-
-    def __init__(self, accepted: socket.socket) -> None:
-        self.socket = accepted
-        self._pending = b""
-
-
-def _serve(connection: _Served) -> None:
+def _serve(connection: RawClient) -> None:
     setup = bytearray(SETUP.size)
     connection.exactly(memoryview(setup))
     mode, request_bytes, payload_bytes = SETUP.unpack(setup)
@@ -54,9 +48,7 @@ def _serve(connection: _Served) -> None:
 def _accept(listener: socket.socket) -> None:
     while True:
         accepted, _ = listener.accept()
-        if accepted.family == socket.AF_INET:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=_serve, args=(_Served(accepted),), daemon=True).start()
+        threading.Thread(target=_serve, args=(RawClient(accepted, IDLE_S),), daemon=True).start()
 
 
 def main() -> None:

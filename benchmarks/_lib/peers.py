@@ -68,9 +68,7 @@ def pion(*args: str, unix: bool = True) -> Iterator[Peer]:
     with folder() as path, ExitStack() as stack:
         sock = str(path / "pion.sock") if unix else ""
         flags = ("--unix", sock) if unix else ()
-        server = stack.enter_context(
-            ServerProcess("--kvcache", "--dir", str(path), "--log-level", "warning", *flags, *args)
-        )
+        server = stack.enter_context(ServerProcess("--kvcache", "--log-level", "warning", *flags, *args))
         peer = Peer(server.pid, server.port, sock)
         peer.pin(pin.OTHER)
         yield peer

@@ -6,6 +6,7 @@ call a poll and a call.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -43,17 +44,23 @@ def request_head(*args: bytes | str | int, payload: int) -> bytes:
 
 
 class RawClient:
-    """One connection. `address` is a port on 127.0.0.1 or the path of a Unix socket."""
+    """One connection. `address` is a port on 127.0.0.1, the path of a Unix socket, or a connected socket."""
 
-    def __init__(self, address: int | str, timeout_s: int = 120) -> None:
-        unix = isinstance(address, str)
-        self.socket = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
-        if not unix:
+    def __init__(self, address: int | str | socket.socket, timeout_s: int = 120) -> None:
+        if isinstance(address, socket.socket):
+            self.socket = address
+        else:
+            self.socket = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+        if self.socket.family == socket.AF_INET:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit = struct.pack("ll", timeout_s, 0)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self.socket.connect(address if unix else ("127.0.0.1", address))
+        if not isinstance(address, socket.socket):
+            self.socket.connect(address if isinstance(address, str) else ("127.0.0.1", address))
+        self._timeout_s = timeout_s
+        self._poll = select.poll()
+        self._poll.register(self.socket, select.POLLIN)
         self._pending = b""
 
     def close(self) -> None:
@@ -100,14 +107,22 @@ class RawClient:
         return found
 
     def payload(self, view: memoryview) -> None:
-        """Fill a large `view` with few wake-ups: the kernel wakes us for a megabyte at a time."""
+        """Fill a large `view` with few wake-ups: the kernel wakes us for a megabyte at a time.
+
+        Never in a blocking recv: that copies what is there, then sleeps until a whole low-water mark more has come,
+        which at the end of a payload is never.
+        """
         filled, total, low = self._take(view), len(view), 0
         try:
             while filled < total:
-                if (wanted := min(LOW_WATER_BYTES, total - filled)) != low:
-                    self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-                    low = wanted
-                filled += self._got(self.socket.recv_into(view[filled:]))
+                try:
+                    filled += self._got(self.socket.recv_into(view[filled:], 0, socket.MSG_DONTWAIT))
+                except BlockingIOError:
+                    if (wanted := min(LOW_WATER_BYTES, total - filled)) != low:
+                        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                        low = wanted
+                    if not self._poll.poll(self._timeout_s * 1000):
+                        raise TimeoutError(f"{total - filled} of {total} bytes did not come") from None
         finally:
             if low:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
