@@ -172,8 +172,6 @@ class Connection:
         nbytes = 0
         session.active_s = self._services.clock.wall_s()
         session.commands += len(requests)
-        if not self._commands:
-            self._turn_end_ns = perf_counter_ns() + TURN_NS
         for argv in requests:
             if out and len(argv) > 2 and bytes(argv[0][:64]).upper() in self._table.blocking:
                 await self._flush(out, nbytes)  # it may wait long, and these replies are ready
@@ -189,6 +187,8 @@ class Connection:
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
                 nbytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
             if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
+                if argv is requests[-1]:
+                    self._release_payload()
                 await self._flush(out, nbytes)
                 nbytes = 0
                 reply = None  # else its blocks would be held while the next command runs
@@ -200,13 +200,20 @@ class Connection:
                 session.reply_skip -= session.reply_skip > 0
             else:
                 encode(self._refuse(refused), session.resp, out)
+        self._release_payload()
         await self._flush(out, nbytes)
-        if self._reserved and not self._parser.in_request and session.transaction is None:
-            self._table.budget.release(self._reserved)
-            self._reserved = 0
         self._commands += len(requests)
         if self._commands >= COMMANDS_PER_TURN:
             await self._yield()
+
+    def _release_payload(self) -> None:
+        """Give back the reservation of a batch's last request, the only one that can have any, once it ran.
+
+        What a transaction queues stays reserved until the transaction is over.
+        """
+        if self._reserved and not self._parser.in_request and self.session.transaction is None:
+            self._table.budget.release(self._reserved)
+            self._reserved = 0
 
     async def _yield(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -241,12 +248,17 @@ class Connection:
     async def _receive(self) -> bool:
         """Feed the parser; False at the end of the stream."""
         transport = self._transport
-        data = transport.recv_nowait(READ_CHUNK_BYTES) if self._maybe_more else None
+        data = None
+        if self._maybe_more:
+            if perf_counter_ns() > self._turn_end_ns:
+                await self._yield()
+            data = transport.recv_nowait(READ_CHUNK_BYTES)
         while data is None:
             self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
             await transport.wait_readable()
             self._phase = Phase.RUNNING
             self._commands = 0
+            self._turn_end_ns = perf_counter_ns() + TURN_NS
             data = transport.recv_nowait(READ_CHUNK_BYTES)
         # After a short read the socket is most likely empty: waiting at once saves a call that would say so.
         self._maybe_more = len(data) == READ_CHUNK_BYTES
@@ -288,7 +300,11 @@ class Connection:
         self._table.enforce_sending_limit()
         if not self._reserve(nbytes):
             return None
-        return np.empty(nbytes, np.uint8).data
+        try:
+            return np.empty(nbytes, np.uint8).data
+        except MemoryError:
+            logger.error("client %s: the system has no memory for %d bytes", self.session.addr, nbytes)
+            return None
 
     def _reserve(self, nbytes: int) -> bool:
         if not self._table.budget.reserve(nbytes, self._services.config.max_receiving_bytes):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import trio
@@ -72,9 +72,10 @@ class SocketTransport:
         self._fd = sock.fileno()
         self._low_water = 1
         self._bulk = False
-        self.peer = _name(_address(self._socket.getpeername))
-        self.local = _name(_address(self._socket.getsockname))
         self._tcp = self._socket.family != socket.AF_UNIX
+        peer = _address(self._socket.getpeername)
+        self.local = _name(_address(self._socket.getsockname))
+        self.peer = _name(peer) if self._tcp else self.local  # a Unix client has no name of its own
         if self._tcp:
             self._option(socket.IPPROTO_TCP, "TCP_NODELAY", 1)
         self._notsent(NOTSENT_BYTES)
@@ -166,9 +167,9 @@ class SocketTransport:
                 self._socket.setsockopt(level, option, value)
 
 
-def _address(ask: object) -> object:
+def _address(ask: Callable[[], object]) -> object:
     try:
-        return ask()  # type: ignore[operator]
+        return ask()
     except OSError as error:  # the peer closed before we looked
         raise ConnectionLostError(str(error)) from error
 

@@ -36,6 +36,9 @@ Request: TypeAlias = list[Buffer]
 ARGUMENT_OVERHEAD_BYTES: Final = 56
 """What a short argument costs beside its bytes: the object's header and its place in the list."""
 
+MANY_ARGUMENTS: Final = 16
+"""From here on, taking arguments in one pass is worth splitting the rest of the chunk."""
+
 _COUNTS: Final = {b"*%d" % n: n for n in range(1, 65)}
 _LENGTHS: Final = {b"$%d" % n: n for n in range(INLINE_ARG_BYTES + 1)}
 """Header lines of usual requests. A line that is not here is parsed, and checked, by `_step`."""
@@ -297,6 +300,8 @@ class RespParser:
             self._missing = count
         start = self._position
         before = len(self._argv)
+        if self._missing >= MANY_ARGUMENTS and self._length < 0:
+            self._take_fitting(self._argv)
         while self._missing:
             if not self._argument(self._argv):
                 self._hold(self._position - start, len(self._argv) - before)
@@ -311,6 +316,24 @@ class RespParser:
             self._refused = 0
             return refused
         return request
+
+    def _take_fitting(self, argv: Request) -> None:
+        """Take the arguments up to the first that needs a closer look, in one pass.
+
+        One by one, a chunk of short arguments would hold the loop for several milliseconds.
+        """
+        lines = self._data[self._position :].split(b"\r\n", 2 * self._missing)
+        fitting = min((len(lines) - 1) // 2, self._missing)
+        headers, arguments = lines[: 2 * fitting : 2], lines[1 : 2 * fitting : 2]
+        lengths = list(map(len, arguments))
+        declared = list(map(_LENGTHS.get, headers))
+        if declared != lengths:
+            fitting = next(i for i, (said, is_) in enumerate(zip(declared, lengths, strict=True)) if said != is_)
+            headers, arguments, lengths = headers[:fitting], arguments[:fitting], lengths[:fitting]
+        if not self._refused:
+            argv += arguments
+        self._missing -= fitting
+        self._position += sum(map(len, headers)) + sum(lengths) + 4 * fitting
 
     def _argument(self, argv: Request) -> bool:
         """Take one argument; False if the data ends first."""

@@ -263,6 +263,32 @@ async def test_a_flood_of_empty_requests_does_not_starve_another():
         assert there.transport._outgoing.size > 1_000_000  # most of the flood is still unread
 
 
+async def test_a_request_of_very_many_arguments_does_not_starve_another():
+    async with Rig.running(max_args=1 << 20) as rig:
+        there = rig.connect(1 << 24)
+        await there.send(b"*1000000\r\n" + b"$3\r\nabc\r\n" * 900_000)
+        other = rig.connect()
+        await other.send(request(b"PING", b"other"))
+        await other.expect(b"$5\r\nother\r\n")
+        assert there.transport._outgoing.size > 1_000_000  # most of the flood is still unread
+
+
+async def test_memory_that_the_system_does_not_give_is_a_refusal(monkeypatch, caplog):
+    async with Rig.running() as rig:
+        client = rig.connect()
+
+        def refuse(*args: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr("pion.net.connection.np.empty", refuse)
+        await client.send(request(b"SET", b"k", b"x" * 100_000), request(b"PING"))
+        await client.expect(
+            b"-OOM no memory to receive 100000 bytes now (max-receiving is 2147483648 bytes)\r\n+PONG\r\n"
+        )
+        assert "the system has no memory for 100000 bytes" in caplog.text
+    assert rig.table.budget.used == 0
+
+
 async def test_large_transfers_yield_after_each_slice():
     async with Rig.running() as rig:
         turns = 0

@@ -100,7 +100,7 @@ async def test_clients_are_named_by_their_address(tmp_path):
         sessions = list(server.rig.services.clients)
         assert sessions[0].addr == f"{host}:{port}"
         assert sessions[0].laddr == f"127.0.0.1:{server.port}"
-        assert sessions[1].laddr == f"{tmp_path / 's'}:0"
+        assert sessions[1].laddr == sessions[1].addr == f"{tmp_path / 's'}:0"
         for stream in (tcp, unix):
             await stream.aclose()
 

@@ -26,6 +26,14 @@ def test_any_split_gives_the_same_requests(sent, data):
     assert parse(stream, cuts, limit) == sent
 
 
+@given(st.lists(arguments, min_size=10, max_size=60), st.data())
+def test_many_arguments_at_any_split(sent, data):
+    sent = sent + sent
+    stream = request(*sent) + request(b"NEXT")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    assert parse(stream, cuts) == [sent, [b"NEXT"]]
+
+
 MIXED = (
     request(b"PING")
     + b"*0\r\n\r\nECHO 'a b'\r\nPING\n"
