@@ -129,7 +129,7 @@ COMMANDS: Final = (
             Arg(
                 name="cascade",
                 type=ArgType.PURE_TOKEN,
-                token="CASCADE",  # noqa: S106
+                token="CASCADE",
                 optional=True,
                 summary="also drop the prefixes that continue them",
             ),

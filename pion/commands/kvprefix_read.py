@@ -202,21 +202,21 @@ COMMANDS: Final = (
             Arg(
                 name="tokens",
                 type=ArgType.INTEGER,
-                token="TOKENS",  # noqa: S106
+                token="TOKENS",
                 optional=True,
                 summary="tokens to credit instead of the prefix's own",
             ),
             Arg(
                 name="prefill-ms",
                 type=ArgType.DOUBLE,
-                token="PREFILL_MS",  # noqa: S106
+                token="PREFILL_MS",
                 optional=True,
                 summary="measured prefill time to credit instead of the registered one",
             ),
             Arg(
                 name="wait-ms",
                 type=ArgType.INTEGER,
-                token="WAIT",  # noqa: S106
+                token="WAIT",
                 optional=True,
                 summary="wait so long for a prefix that another connection is filling",
             ),
@@ -239,7 +239,7 @@ COMMANDS: Final = (
             Arg(
                 name="range",
                 type=ArgType.BLOCK,
-                token="RANGE",  # noqa: S106
+                token="RANGE",
                 optional=True,
                 summary="positions in the whole text; all of it without",
                 args=(Arg(name="start", type=ArgType.INTEGER), Arg(name="end", type=ArgType.INTEGER)),
@@ -264,11 +264,11 @@ COMMANDS: Final = (
             Arg(
                 name="size",
                 type=ArgType.INTEGER,
-                token="SIZE",  # noqa: S106
+                token="SIZE",
                 optional=True,
                 summary="tokens per block; without it every size is searched",
             ),
-            Arg(name="ns-prefix", token="IN", optional=True, summary="only namespaces that start so"),  # noqa: S106
+            Arg(name="ns-prefix", token="IN", optional=True, summary="only namespaces that start so"),
         ),
         reply="array: namespace, blocks shared, tokens shared; null if nothing is shared. Counts and touches nothing",
         complexity="O(log namespaces + hashes)",

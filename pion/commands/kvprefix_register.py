@@ -153,7 +153,7 @@ _OPTIONS: Final = (
     Arg(
         name="blocks",
         type=ArgType.BLOCK,
-        token="BLOCKS",  # noqa: S106
+        token="BLOCKS",
         optional=True,
         summary="block hashes: hash i stands for everything up to the end of block i",
         args=(
@@ -165,30 +165,30 @@ _OPTIONS: Final = (
     Arg(
         name="ms",
         type=ArgType.DOUBLE,
-        token="PREFILL_MS",  # noqa: S106
+        token="PREFILL_MS",
         optional=True,
         summary="what the prefill took; credited to hits, not kept over a restart",
     ),
     Arg(
         name="layers",
         type=ArgType.INTEGER,
-        token="LAYERS",  # noqa: S106
+        token="LAYERS",
         optional=True,
         summary="declares the prefix, with TOKENS: it is a hit only once rows 0 to TOKENS-1 of all LAYERS are stored",
     ),
-    Arg(name="tokens", type=ArgType.INTEGER, token="TOKENS", optional=True, summary="rows per layer and side"),  # noqa: S106
-    Arg(name="states", type=ArgType.INTEGER, token="STATES", optional=True, summary="recurrent states"),  # noqa: S106
-    Arg(name="meta", token="META", optional=True, summary="opaque blob that KV.PREFIX.META returns"),  # noqa: S106
+    Arg(name="tokens", type=ArgType.INTEGER, token="TOKENS", optional=True, summary="rows per layer and side"),
+    Arg(name="states", type=ArgType.INTEGER, token="STATES", optional=True, summary="recurrent states"),
+    Arg(name="meta", token="META", optional=True, summary="opaque blob that KV.PREFIX.META returns"),
     Arg(
         name="parent",
         type=ArgType.BLOCK,
-        token="PARENT",  # noqa: S106
+        token="PARENT",
         optional=True,
         summary="the prefix that this one continues from the position offset on",
         args=(Arg(name="parent", type=ArgType.KEY), Arg(name="offset", type=ArgType.INTEGER)),
     ),
-    Arg(name="seconds", type=ArgType.INTEGER, token="EX", optional=True, summary="expire after so many seconds"),  # noqa: S106
-    Arg(name="pin", type=ArgType.PURE_TOKEN, token="PIN", optional=True, summary="never evict it"),  # noqa: S106
+    Arg(name="seconds", type=ArgType.INTEGER, token="EX", optional=True, summary="expire after so many seconds"),
+    Arg(name="pin", type=ArgType.PURE_TOKEN, token="PIN", optional=True, summary="never evict it"),
 )
 
 _REPLY: Final = "+OK, or +PENDING while another connection fills the prefix: don't store, wait with LOOKUP"
@@ -232,8 +232,8 @@ COMMANDS: Final = (
         keys=KeySpec(1, 1),
         args=(
             NS,
-            Arg(name="k_runs", token="K", summary="format@dim*layers, comma-separated; @0 is a side without data"),  # noqa: S106
-            Arg(name="v_runs", token="V", summary="as K"),  # noqa: S106
+            Arg(name="k_runs", token="K", summary="format@dim*layers, comma-separated; @0 is a side without data"),
+            Arg(name="v_runs", token="V", summary="as K"),
             *_OPTIONS,
         ),
         reply=_REPLY,

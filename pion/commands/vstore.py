@@ -256,10 +256,10 @@ COMMANDS: Final = (
         args=(
             SID,
             Arg(name="dim", type=ArgType.INTEGER, optional=True, summary="values in a row, for all layers"),
-            Arg(name="format", token="VQUANT", optional=True, summary="stored format; default fp16"),  # noqa: S106
+            Arg(name="format", token="VQUANT", optional=True, summary="stored format; default fp16"),
             Arg(
                 name="runs",
-                token="SCHEMA",  # noqa: S106
+                token="SCHEMA",
                 optional=True,
                 summary="format[@dim]*layers, comma-separated, instead of VQUANT; @dim may be left out after a dim",
             ),
@@ -327,7 +327,7 @@ COMMANDS: Final = (
                     Arg(
                         name="range",
                         type=ArgType.BLOCK,
-                        args=(LAYER, Arg(name="range", type=ArgType.BLOCK, token="RANGE", args=RANGE_ARGS)),  # noqa: S106
+                        args=(LAYER, Arg(name="range", type=ArgType.BLOCK, token="RANGE", args=RANGE_ARGS)),
                     ),
                     Arg(
                         name="ids",
@@ -337,7 +337,7 @@ COMMANDS: Final = (
                     Arg(
                         name="batch",
                         type=ArgType.BLOCK,
-                        token="BATCH",  # noqa: S106
+                        token="BATCH",
                         args=(
                             Arg(name="n", type=ArgType.INTEGER),
                             Arg(name="part", type=ArgType.BLOCK, multiple=True, args=(LAYER, *RANGE_ARGS)),

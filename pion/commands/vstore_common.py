@@ -28,19 +28,19 @@ LIST_COUNT_MAX: Final = 10_000
 AS_ARG: Final = Arg(
     name="type",
     type=ArgType.ONEOF,
-    token="AS",  # noqa: S106
+    token="AS",
     optional=True,
     summary="type of the values on the wire; native is the stored format byte for byte; default fp32",
     args=tuple(Arg(name=wire.value, type=ArgType.PURE_TOKEN, token=wire.value) for wire in Wire),
 )
 
 LIST_ARGS: Final = (
-    Arg(name="cursor", token="CURSOR", optional=True, summary="where to go on: 0, or what the last call gave"),  # noqa: S106
-    Arg(name="pattern", type=ArgType.PATTERN, token="MATCH", optional=True, summary="glob on the whole name"),  # noqa: S106
+    Arg(name="cursor", token="CURSOR", optional=True, summary="where to go on: 0, or what the last call gave"),
+    Arg(name="pattern", type=ArgType.PATTERN, token="MATCH", optional=True, summary="glob on the whole name"),
     Arg(
         name="count",
         type=ArgType.INTEGER,
-        token="COUNT",  # noqa: S106
+        token="COUNT",
         optional=True,
         summary=f"names to look at in this call, 1 to {LIST_COUNT_MAX}; default {LIST_COUNT}",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def held(layer: Layer) -> int:
 def check(layer: Layer, ledger: Ledger) -> None:
     blocks = layer.blocks
     width = layer.row_bytes
-    assert all(one.stop <= other.start for one, other in zip(blocks, blocks[1:], strict=False))
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(blocks))
     assert layer.count == sum(block.stop - block.start for block in blocks)
     assert ledger.payload_bytes == layer.count * width
     assert ledger.charged_bytes == held(layer) + LAYER_COST + BLOCK_COST * len(blocks)
