@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -107,6 +108,7 @@ def test_a_child_process_opens_its_own_connection() -> None:
             pid = os.fork()
             if not pid:
                 code = 1
+                signal.alarm(10)  # a child that hangs ends by itself, and fails the test
                 try:
                     code = 0 if client.execute("ECHO", "child") == b"child" else 2
                 finally:
