@@ -78,12 +78,13 @@ async def _set_pin(context: Context, value: Buffer, *, pinned: bool) -> Reply:
 
 async def list_prefixes(context: Context, argv: list[Buffer]) -> Reply:
     """KV.PREFIX.LIST [CURSOR <c>] [MATCH <glob>] [COUNT <n>]."""
-    groups = [(b"p", context.services.vstore.prefix_names)]
-    return list_page(argv, "KV.PREFIX.LIST", groups, _listed, keys_are_names=True)
+    store = context.services.vstore
 
+    def listed(unit: Unit) -> list[bytes]:
+        shown = unit.sessions == 2 and unit.pending is None and not store.expired(unit)
+        return [unit.name] if shown else []
 
-def _listed(unit: Unit) -> list[bytes]:
-    return [unit.name] if unit.sessions == 2 and unit.pending is None else []
+    return list_page(argv, "KV.PREFIX.LIST", [(b"p", store.prefix_names)], listed, keys_are_names=True)
 
 
 async def info(context: Context, argv: list[Buffer]) -> Reply:

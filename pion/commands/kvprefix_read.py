@@ -81,9 +81,11 @@ async def _wait_pending(context: Context, ns: bytes, wait_ms: int) -> None:
         return
     woken = trio.Event()
     pending.waiters.append(woken.set)
-    with trio.move_on_after(wait_ms / 1000):
-        await woken.wait()
-    pending.forget(woken.set)
+    try:
+        with trio.move_on_after(wait_ms / 1000):
+            await woken.wait()
+    finally:
+        pending.forget(woken.set)
 
 
 async def fetch(context: Context, argv: list[Buffer]) -> Reply:

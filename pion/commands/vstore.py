@@ -224,7 +224,9 @@ async def list_sessions(context: Context, argv: list[Buffer]) -> Reply:
     """V.LIST [CURSOR <c>] [MATCH <glob>] [COUNT <n>]."""
     store = context.services.vstore
     groups = [(b"l", store.lone_names), (b"p", store.prefix_names)]
-    return list_page(argv, "V.LIST", groups, _sids, keys_are_names=False)
+    return list_page(
+        argv, "V.LIST", groups, lambda unit: [] if store.expired(unit) else _sids(unit), keys_are_names=False
+    )
 
 
 def _sids(unit: Unit) -> list[bytes]:

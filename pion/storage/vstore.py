@@ -267,17 +267,22 @@ class VStore:
         for unit in list(self.pending.get(owner, ())):
             self.commit(DropPrefix(unit.name, Reason.ABANDONED))
 
-    def _alive(self, unit: Unit) -> bool:
-        """Whether neither the unit nor an ancestor has expired; drops what has."""
+    def expired(self, unit: Unit) -> Unit | None:
+        """The unit itself or its topmost ancestor whose time is over, or None. Changes nothing."""
         if unit.parent is None and not unit.expires_s:
-            return True
+            return None
         now = self.clock.wall_s()
-        expired: Unit | None = None
+        found: Unit | None = None
         step: Unit | None = unit
         while step is not None:
             if step.expires_s and step.expires_s <= now:
-                expired = step
+                found = step
             step = step.parent
+        return found
+
+    def _alive(self, unit: Unit) -> bool:
+        """Whether neither the unit nor an ancestor has expired; drops what has."""
+        expired = self.expired(unit)
         if expired is not None:
             self.commit(DropPrefix(expired.name, Reason.EXPIRED))
         return expired is None
