@@ -297,7 +297,7 @@ class Connection:
         return True
 
     def _allocate(self, nbytes: int) -> memoryview | None:
-        self._table.enforce_sending_limit()
+        self._table.payload_announced()
         if not self._reserve(nbytes):
             return None
         try:

@@ -95,18 +95,21 @@ class ConnectionTable:
         pieces = sum(connection.sender.piece_bytes for connection in self._connections)
         return self._services.vstore.ledger.sending_bytes + pieces
 
-    def enforce_sending_limit(self) -> None:
-        """Disconnect the slowest readers if replies hold more than `max_sending_bytes`.
+    def payload_announced(self) -> None:
+        """Memory for a payload is asked for. That is when memory grows, too fast to wait for the watcher."""
+        if self._services.vstore.ledger.sending_bytes > self._services.config.max_sending_bytes:
+            self.enforce_sending_limit()
 
-        Called when memory for a payload is asked for, since that is when memory grows, and by the watcher.
-        """
+    def enforce_sending_limit(self) -> None:
+        """Disconnect the slowest readers if replies hold more than `max_sending_bytes`. Looks at every connection."""
         limit = self._services.config.max_sending_bytes
-        if self._services.vstore.ledger.sending_bytes <= limit and self.held_bytes <= limit:
+        held = self.held_bytes
+        if held <= limit:
             return
         now_s = trio.current_time()
         readers = [connection for connection in self._connections if connection.sender.nbytes]
         # What a killed connection held is freed when its task ends, a turn later.
-        excess = self.held_bytes - limit - sum(reader.sender.nbytes for reader in readers if reader.killed)
+        excess = held - limit - sum(reader.sender.nbytes for reader in readers if reader.killed)
         for reader in sorted(readers, key=lambda reader: reader.sender.rate(now_s)):
             if excess <= 0:
                 break

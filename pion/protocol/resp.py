@@ -40,8 +40,21 @@ MANY_ARGUMENTS: Final = 16
 """From here on, taking arguments in one pass is worth splitting the rest of the chunk."""
 
 _COUNTS: Final = {b"*%d" % n: n for n in range(1, 65)}
-_LENGTHS: Final = {b"$%d" % n: n for n in range(INLINE_ARG_BYTES + 1)}
-"""Header lines of usual requests. A line that is not here is parsed, and checked, by `_step`."""
+"""Header lines of usual requests. One that is not here is parsed, and checked, by `_step`."""
+
+
+class _Lengths(dict[bytes, int]):
+    """`$n` -> n for short arguments, filled as they come (so at most one entry a length); -1 for anything else."""
+
+    def __missing__(self, header: bytes) -> int:
+        length = _decimal(header) if header[:1] == b"$" else None
+        if length is None or length > INLINE_ARG_BYTES:
+            return -1
+        self[header] = length
+        return length
+
+
+_LENGTHS: Final = _Lengths()
 
 
 class Refused(list[Buffer]):
@@ -203,7 +216,7 @@ class RespParser:
         index = self._index
         last = len(lines) - 1  # what follows the last CRLF is no complete line
         room = limit - len(found)
-        counts, lengths = _COUNTS, _LENGTHS
+        counts, length_of = _COUNTS, _LENGTHS.__getitem__
         alike = True
         while room and index < last:
             header = lines[index]
@@ -222,12 +235,12 @@ class RespParser:
                 alike = False  # trying again at each request would take quadratic time
             if count == 1:
                 argument = lines[index + 2]
-                if lengths.get(lines[index + 1]) != len(argument):
+                if length_of(lines[index + 1]) != len(argument):
                     break
                 found.append([argument])
             else:
                 arguments = lines[index + 2 : end : 2]
-                if list(map(lengths.get, lines[index + 1 : end : 2])) != list(map(len, arguments)):
+                if list(map(length_of, lines[index + 1 : end : 2])) != list(map(len, arguments)):
                     break
                 found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
             index = end
@@ -247,7 +260,7 @@ class RespParser:
         A pipeline is usually made of such requests, and then each check is one pass over all of them. If one doesn't
         fit, none is taken and the caller goes one by one.
         """
-        lines, lengths = self._lines, _LENGTHS.get
+        lines, length_of = self._lines, _LENGTHS.__getitem__
         period = 2 * count + 1
         headers = lines[index : index + most * period : period]
         header = headers[0]
@@ -257,7 +270,7 @@ class RespParser:
         columns = []
         for first in range(index + 1, index + period, 2):
             column = lines[first + 1 : end : period]
-            if list(map(lengths, lines[first:end:period])) != list(map(len, column)):
+            if list(map(length_of, lines[first:end:period])) != list(map(len, column)):
                 return 0
             columns.append(column)
         found.extend(map(list, zip(*columns, strict=True)))
@@ -326,7 +339,7 @@ class RespParser:
         fitting = min((len(lines) - 1) // 2, self._missing)
         headers, arguments = lines[: 2 * fitting : 2], lines[1 : 2 * fitting : 2]
         lengths = list(map(len, arguments))
-        declared = list(map(_LENGTHS.get, headers))
+        declared = list(map(_LENGTHS.__getitem__, headers))
         if declared != lengths:
             fitting = next(i for i, (said, is_) in enumerate(zip(declared, lengths, strict=True)) if said != is_)
             headers, arguments, lengths = headers[:fitting], arguments[:fitting], lengths[:fitting]
