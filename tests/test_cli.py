@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pion import cli
@@ -55,8 +58,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert VERSION in capsys.readouterr().out
 
 
-def test_server_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "server", "--plugins", "nope")
-    assert code == 2
-    assert err.startswith("pion-server: --plugins: no plugin named nope")
-    assert err.count("\n") == 1
+def test_server_errors_are_one_line() -> None:
+    command = [sys.executable, "-m", "pion", "server", "--plugins", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pion-server: --plugins: no plugin named nope")
+    assert done.stderr.count("\n") == 1
