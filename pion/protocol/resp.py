@@ -2,8 +2,8 @@
 
 Theory of operation. A chunk of bytes, as the socket gave it, is walked in one of two ways:
 
-- `_walk`: the chunk is split at every CRLF, once. A request of n arguments is then 2n+1 lines, and it is taken if each
-  declared length equals the length of its line. That is nearly all traffic, and costs a few list operations a request.
+- `_walk` (see `pion.protocol.walk`): the chunk is split at every CRLF, once, and a request is taken if each declared
+  length equals the length of its line. That is nearly all traffic, and costs a few list operations a request.
 - `_step`: from an exact byte position, header by header. It takes over where a line doesn't fit: a binary argument that
   holds CRLF, an inline command, the end of the chunk, a payload, and everything malformed. What is left of the chunk is
   then parsed this way.
@@ -28,6 +28,7 @@ from pion.config import (
 )
 from pion.errors import ProtocolError
 from pion.protocol.inline import split_inline
+from pion.protocol.walk import decimal, fitting_arguments, walk
 from pion.replies import Buffer
 
 Request: TypeAlias = list[Buffer]
@@ -38,23 +39,6 @@ ARGUMENT_OVERHEAD_BYTES: Final = 56
 
 MANY_ARGUMENTS: Final = 16
 """From here on, taking arguments in one pass is worth splitting the rest of the chunk."""
-
-_COUNTS: Final = {b"*%d" % n: n for n in range(1, 65)}
-"""Header lines of usual requests. One that is not here is parsed, and checked, by `_step`."""
-
-
-class _Lengths(dict[bytes, int]):
-    """`$n` -> n for short arguments, filled as they come (so at most one entry a length); -1 for anything else."""
-
-    def __missing__(self, header: bytes) -> int:
-        length = _decimal(header) if header[:1] == b"$" else None
-        if length is None or length > INLINE_ARG_BYTES:
-            return -1
-        self[header] = length
-        return length
-
-
-_LENGTHS: Final = _Lengths()
 
 
 class Refused(list[Buffer]):
@@ -213,68 +197,13 @@ class RespParser:
         if not lines:
             lines = self._lines = self._data.split(b"\r\n")
             self._index = 0
-        index = self._index
-        last = len(lines) - 1  # what follows the last CRLF is no complete line
-        room = limit - len(found)
-        counts, length_of = _COUNTS, _LENGTHS.__getitem__
-        alike = True
-        while room and index < last:
-            header = lines[index]
-            count = counts.get(header)
-            if count is None:
-                break
-            end = index + 2 * count + 1
-            if end > last:
-                break
-            if alike and room > 1 and lines[end] == header:
-                taken = self._walk_alike(found, index, count, min(room, (last - index) // (2 * count + 1)))
-                if taken:
-                    index += taken * (2 * count + 1)
-                    room -= taken
-                    continue
-                alike = False  # trying again at each request would take quadratic time
-            if count == 1:
-                argument = lines[index + 2]
-                if length_of(lines[index + 1]) != len(argument):
-                    break
-                found.append([argument])
-            else:
-                arguments = lines[index + 2 : end : 2]
-                if list(map(length_of, lines[index + 1 : end : 2])) != list(map(len, arguments)):
-                    break
-                found.append(arguments)  # type: ignore[arg-type]  # list[bytes] is a list of buffers
-            index = end
-            room -= 1
-        if index == last and not lines[last]:  # the chunk ends with a request, as most do
+        self._index = walk(lines, self._index, limit, found)  # type: ignore[arg-type]  # bytes are buffers
+        if self._index == len(lines) - 1 and not lines[-1]:  # the chunk ends with a request, as most do
             self._data, self._position, self._lines = b"", 0, []
             self._walkable = False
             self.need_data = True
-            return
-        self._index = index
-        if room:
+        elif len(found) < limit:
             self._leave_walk()
-
-    def _walk_alike(self, found: list[Request], index: int, count: int, most: int) -> int:
-        """Take up to `most` requests of `count` arguments each from line `index`; returns how many were taken.
-
-        A pipeline is usually made of such requests, and then each check is one pass over all of them. If one doesn't
-        fit, none is taken and the caller goes one by one.
-        """
-        lines, length_of = self._lines, _LENGTHS.__getitem__
-        period = 2 * count + 1
-        headers = lines[index : index + most * period : period]
-        header = headers[0]
-        if headers.count(header) != most:
-            most = next(number for number, other in enumerate(headers) if other != header)
-        end = index + most * period
-        columns = []
-        for first in range(index + 1, index + period, 2):
-            column = lines[first + 1 : end : period]
-            if list(map(length_of, lines[first:end:period])) != list(map(len, column)):
-                return 0
-            columns.append(column)
-        found.extend(map(list, zip(*columns, strict=True)))
-        return most
 
     def _leave_walk(self) -> None:
         """Go on by position for the rest of this chunk."""
@@ -331,22 +260,12 @@ class RespParser:
         return request
 
     def _take_fitting(self, argv: Request) -> None:
-        """Take the arguments up to the first that needs a closer look, in one pass.
-
-        One by one, a chunk of short arguments would hold the loop for several milliseconds.
-        """
-        lines = self._data[self._position :].split(b"\r\n", 2 * self._missing)
-        fitting = min((len(lines) - 1) // 2, self._missing)
-        headers, arguments = lines[: 2 * fitting : 2], lines[1 : 2 * fitting : 2]
-        lengths = list(map(len, arguments))
-        declared = list(map(_LENGTHS.__getitem__, headers))
-        if declared != lengths:
-            fitting = next(i for i, (said, is_) in enumerate(zip(declared, lengths, strict=True)) if said != is_)
-            headers, arguments, lengths = headers[:fitting], arguments[:fitting], lengths[:fitting]
+        """One by one, a chunk of short arguments would hold the loop for several milliseconds."""
+        arguments, nbytes = fitting_arguments(self._data[self._position :], self._missing)
         if not self._refused:
             argv += arguments
-        self._missing -= fitting
-        self._position += sum(map(len, headers)) + sum(lengths) + 4 * fitting
+        self._missing -= len(arguments)
+        self._position += nbytes
 
     def _argument(self, argv: Request) -> bool:
         """Take one argument; False if the data ends first."""
@@ -442,7 +361,7 @@ class RespParser:
         return None
 
     def _multibulk_length(self, line: bytes) -> int:
-        count = _decimal(line)
+        count = decimal(line)
         if count is None:
             if line == b"*-1":
                 return 0
@@ -454,7 +373,7 @@ class RespParser:
         return count
 
     def _bulk_length(self, line: bytes) -> int:
-        length = _decimal(line)
+        length = decimal(line)
         if length is None:
             raise ProtocolError("invalid bulk length")
         if self.restricted and length > UNAUTHENTICATED_BULK_BYTES:
@@ -462,14 +381,6 @@ class RespParser:
         if length > self._max_bulk:
             raise ProtocolError("invalid bulk length")
         return length
-
-
-def _decimal(line: bytes) -> int | None:
-    """The number after the type byte: digits only, no leading zero, at most 18 of them."""
-    digits = line[1:]
-    if not digits.isdigit() or len(digits) > 18 or (digits[0] == 0x30 and len(digits) > 1):
-        return None
-    return int(digits)
 
 
 def _show_byte(value: int) -> str:
