@@ -193,7 +193,7 @@ async def test_a_stale_unix_socket_is_replaced_and_a_living_one_refused(tmp_path
     stale.bind(str(path))
     stale.close()
     async with running_server(Config(unix=str(path))):
-        with pytest.RaisesGroup(pytest.RaisesGroup(StartupError, flatten_subgroups=True), flatten_subgroups=True):
+        with pytest.RaisesGroup(StartupError, flatten_subgroups=True, allow_unwrapped=True):
             async with running_server(Config(unix=str(path))):
                 pytest.fail("two servers on one socket")
         async with await trio.open_unix_socket(str(path)) as stream:
