@@ -43,11 +43,14 @@ class Lines:
         self._lock = threading.Lock()
         self._main: Connection | None = None
         self._spare: list[Connection] = []
+        self._closings = 0
+        """Calls of `close`: a connection from before one is not kept after it."""
         _ALL.add(self)
 
     def close(self) -> None:
         """Close all connections that no call is using, waiting for the one call that uses the main line."""
         with self._lock:
+            self._closings += 1
             if self._main is not None:
                 self._main.close()
             self._main = None
@@ -62,6 +65,7 @@ class Lines:
     def call_apart(self, request: Request[T]) -> T:
         """One request on a connection of its own, which others need not wait for."""
         used: list[Connection] = []
+        closings = self._closings
 
         def connected() -> Connection:
             while self._spare:
@@ -80,7 +84,7 @@ class Lines:
             return self._retried(request, connected)
         finally:
             if used and used[-1].open:
-                if len(self._spare) < MAX_SPARE_CONNECTIONS:
+                if len(self._spare) < MAX_SPARE_CONNECTIONS and self._closings == closings:
                     self._spare.append(used[-1])
                 else:
                     used[-1].close()

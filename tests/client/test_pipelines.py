@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from pion.client import Layer, PionClient, Stored, errors
+from pion.client import Layer, PionClient, Stored, aio, errors
 from pion.client.commands import prefix_stores
 
 from .fakes import FakeServer, Peer, answer, bulk, requests
@@ -210,3 +211,26 @@ def test_two_threads_pipelines_do_not_mix() -> None:
             thread.join(30)
         assert not failures
         assert server.served == 1
+
+
+@pytest.mark.parametrize("twin", [False, True])
+async def test_a_server_that_takes_its_time_is_not_silent(twin: bool) -> None:
+    """The first reply comes long after `timeout_s`, but the requests are being taken all the while."""
+
+    def script(peer: Peer) -> None:
+        left = 2 * (12_000_000 + len(b"*2\r\n$1\r\nX\r\n$12000000\r\n\r\n"))
+        while left:
+            left -= len(peer.sock.recv(min(left, 1 << 20)))
+            if left > 8_000_000:  # more than the kernel holds, so the client is still sending
+                time.sleep(0.06)
+        peer.send(b"+OK\r\n" * 2)
+        peer.request()
+
+    requests_ = [("X", np.zeros(12_000_000, np.uint8))] * 2
+    with FakeServer(script) as server:
+        if twin:
+            async with aio.PionClient(port=server.port, timeout_s=0.5) as client:
+                assert await client.pipeline(requests_) == ["OK", "OK"]
+        else:
+            with client_of(server, timeout_s=0.5) as client:
+                assert client.pipeline(requests_) == ["OK", "OK"]

@@ -70,6 +70,28 @@ def test_a_waiting_lookup_does_not_hold_up_the_thread_that_fills_the_prefix() ->
         assert server.served == 2, "the connection for waiting is used again"
 
 
+def test_a_connection_that_waited_while_the_client_was_closed_is_closed_too() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        asked.set()
+        go.wait(10)
+        peer.send(b"+HIT\r\n")
+        with pytest.raises(EOFError):
+            peer.request()
+
+    with FakeServer(script) as server:
+        client = client_of(server)
+        thread = threading.Thread(target=client.prefix_lookup, args=("ns",), kwargs={"wait_ms": 5000})
+        thread.start()
+        assert asked.wait(10)
+        client.close()
+        go.set()
+        thread.join(10)
+        assert not client._lines._spare
+
+
 def test_the_wait_is_added_to_the_timeout() -> None:
     def script(peer: Peer) -> None:
         for _ in requests(peer):

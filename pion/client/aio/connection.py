@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import trio
 
@@ -16,6 +17,7 @@ from pion.client.errors import (
     ReplyTimeoutError,
 )
 from pion.client.exchange import Exchange
+from pion.client.limits import READ_BYTES
 from pion.client.replies import ReplyReader
 from pion.client.settings import Settings
 
@@ -27,7 +29,10 @@ class Connection:
         self._settings = settings
         self._sock = sock
         self._reader = ReplyReader(settings.max_reply_bytes)
+        self._header = memoryview(bytearray(READ_BYTES))
         self._timeout_s: float | None = settings.timeout_s
+        self._total = 0
+        """Bytes moved so far, both ways."""
         self.open = True
 
     @classmethod
@@ -106,8 +111,8 @@ class Connection:
     async def _send(self, exchange: Exchange) -> None:
         try:
             while exchange.sending:
-                with self._translated():
-                    exchange.sent(await self._sock.sendmsg(exchange.outgoing()))
+                buffers = exchange.outgoing()
+                exchange.sent(await self._moved(partial(self._sock.sendmsg, buffers)))
         except ConnectionLostError as error:
             reason = await self._reason(exchange)
             if reason is None:
@@ -117,25 +122,40 @@ class Connection:
     async def _receive_all(self, exchange: Exchange) -> None:
         while not exchange.complete:
             await self._receive(exchange)
-        exchange.collect()
 
     async def _receive(self, exchange: Exchange) -> None:
         reader = self._reader
         target = reader.target()
-        with self._translated():
-            if target is not None:
-                n = await self._sock.recv_into(target)
-                data = b""
-            else:
-                data = await self._sock.recv(reader.read_bytes)
-                n = len(data)
+        if target is not None:
+            n = await self._moved(partial(self._sock.recv_into, target))
+        else:
+            n = await self._moved(partial(self._sock.recv_into, self._header[: reader.read_bytes]))
         if not n:
             raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
         if target is not None:
             reader.filled(n)
         else:
-            reader.feed(data)
+            reader.feed(self._header[:n])
         exchange.collect()
+
+    async def _moved(self, call: Callable[[], Awaitable[int]]) -> int:
+        """Bytes that one call of the socket moved. Gives up when nothing moved in either direction for too long."""
+        while True:
+            before = self._total
+            try:
+                with trio.fail_after(float("inf") if self._timeout_s is None else self._timeout_s):
+                    n = await call()
+            except trio.TooSlowError as error:
+                if self._total != before:
+                    # A pipeline sends and receives at once: the other direction was busy.
+                    continue
+                raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
+            except trio.ClosedResourceError as error:
+                raise ConnectionLostError("the client was closed by another task") from error
+            except OSError as error:
+                raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
+            self._total += n
+            return n
 
     async def _reason(self, exchange: Exchange) -> PionClientError | None:
         """Why a send failed, if the server said so before it closed."""
@@ -147,18 +167,6 @@ class Connection:
         if word is None or not exchange.pipelined:
             return word
         return ConnectionLostError(f"{self._settings.where} closed the connection; its last word was: {word}")
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            with trio.fail_after(float("inf") if self._timeout_s is None else self._timeout_s):
-                yield
-        except trio.TooSlowError as error:
-            raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
-        except trio.ClosedResourceError as error:
-            raise ConnectionLostError("the client was closed by another task") from error
-        except OSError as error:
-            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
 
 
 async def _connected_socket(settings: Settings) -> trio.socket.SocketType:

@@ -36,10 +36,13 @@ class Lines:
         self._lock = trio.Lock()
         self._main: Connection | None = None
         self._spare: list[Connection] = []
+        self._closings = 0
+        """Calls of `close`: a connection from before one is not kept after it."""
         self._pid = os.getpid()
 
     def close(self) -> None:
         """Close all idle connections and the main one; a call that uses it raises `ConnectionLostError`."""
+        self._closings += 1
         for connection in (self._main, *self._spare):
             if connection is not None:
                 connection.close()
@@ -54,6 +57,7 @@ class Lines:
     async def call_apart(self, request: Request[T]) -> T:
         """One request on a connection of its own, which others need not wait for."""
         used: list[Connection] = []
+        closings = self._closings
 
         async def connected() -> Connection:
             self._check_process()
@@ -70,7 +74,7 @@ class Lines:
             return await self._retried(request, connected)
         finally:
             if used and used[-1].open:
-                if len(self._spare) < MAX_SPARE_CONNECTIONS:
+                if len(self._spare) < MAX_SPARE_CONNECTIONS and self._closings == closings:
                     self._spare.append(used[-1])
                 else:
                     used[-1].close()
