@@ -22,10 +22,13 @@ async def open_listeners(config: Config) -> list[trio.SocketListener]:
     if config.unix:
         try:
             opened.append(await _open_unix(config))
-        except OSError as error:
+        except BaseException as error:
             for each in opened:
-                await each.aclose()
-            raise StartupError(f"can't listen on the Unix socket {config.unix}: {error.strerror or error}") from error
+                each.socket.close()
+            if isinstance(error, OSError):
+                reason = error.strerror or error
+                raise StartupError(f"can't listen on the Unix socket {config.unix}: {reason}") from error
+            raise
     return opened
 
 
