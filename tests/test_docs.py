@@ -90,6 +90,21 @@ def test_arity_agrees_with_the_arguments(row: Command) -> None:
         assert least <= -row.arity <= least + variable
 
 
+WITH_EXAMPLES = [row for row in COMMANDS if row.examples]
+
+
+@pytest.mark.parametrize("row", WITH_EXAMPLES, ids=names(WITH_EXAMPLES))
+def test_the_examples_of_a_command_are_calls(row: Command, harness: Harness) -> None:
+    """Dispatch finds each call and accepts its number of arguments; at least one is of the command itself."""
+    lines = "\n".join(row.examples).splitlines()
+    prompted = [line[2:] for line in lines if line.startswith("> ")]
+    found = []
+    for line in prompted or lines:
+        line = re.sub(r"<[^>]*>", "x", line)  # <16 bytes> stands for a blob
+        found.append(harness.worker.dispatcher.find([word.encode() for word in line.split()]).command)
+    assert row in found
+
+
 @pytest.fixture(scope="module")
 def tests_text() -> str:
     """All test sources but this file, which finds the names in the table."""

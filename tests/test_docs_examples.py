@@ -47,7 +47,11 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(str(page.relative_to(DOCS)), found[1], found[2] or "", found[3])
 
 
-ALL = [block for page in sorted(DOCS.rglob("*.md")) for block in blocks(page)]
+GENERATED = re.findall(r"^/(.*?)/?$", (DOCS / ".gitignore").read_text(encoding="utf-8"), re.MULTILINE)
+"""Pages made from the code, if they were made here; they are not for running."""
+
+WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if not str(page.relative_to(DOCS)).startswith(tuple(GENERATED))]
+ALL = [block for page in WRITTEN for block in blocks(page)]
 CONVERSATIONS = [block for block in ALL if block.language == "text" and re.search(r"^> ", block.text, re.MULTILINE)]
 PYTHON = [block for block in ALL if block.language == "python"]
 

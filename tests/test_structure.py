@@ -247,18 +247,23 @@ def test_records_and_state_are_attrs_classes() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-LONGEST_FILE_LINES = 450
-"""The goal is about 300; half as much again is one thing that reads as one. Beyond it a file has two concerns."""
-
-
-def test_files_stay_short() -> None:
+@pytest.mark.parametrize(
+    ("folders", "longest"),
+    [
+        # The goal is about 300; half as much again is one thing that reads as one. Beyond it a file has two concerns.
+        (SHIPPED, 450),
+        # Tests are read one at a time, so a long file hurts less.
+        (("tests", "benchmarks", "pion-vllm-mlx/tests"), 750),
+    ],
+)
+def test_files_stay_short(folders: tuple[str, ...], longest: int) -> None:
     lengths = {
-        path.relative_to(ROOT): path.read_text(encoding="utf-8").count("\n")
-        for folder in (*SHIPPED, "tests", "benchmarks")
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for folder in folders
         for path in (ROOT / folder).rglob("*.py")
     }
-    long = {str(path): lines for path, lines in lengths.items() if lines > LONGEST_FILE_LINES}
-    assert not long, long
+    assert lengths
+    assert not {path: lines for path, lines in lengths.items() if lines > longest}
 
 
 def committed_files() -> list[Path]:
