@@ -26,7 +26,7 @@ NEEDS_REDIS = {"ttft", "bulk", "small", "start"}
 
 #: benchmark -> findings with a target that a quick run without Redis must still have.
 FINDINGS = {
-    "ttft": ["first token after 128 tokens: Pion TCP", "8 greedy tokens identical, 2 prompts"],
+    "ttft": ["first token after 64 tokens: Pion TCP", "4 greedy tokens identical, 2 prompts"],
     "bulk": ["fetch 32 MiB TCP: Pion", "store 32 MiB TCP: Pion"],
     "small": ["PING, one core: Pion p50", "KV.PREFIX.MEMBERSHIP, one core: Pion p50", "PING p99 under transfers: Pion"],
     "memory": [

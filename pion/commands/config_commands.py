@@ -15,6 +15,7 @@ from pion.config import Config, fields, flag_name
 from pion.context import Context, Services
 from pion.errors import CommandError, StartupError
 from pion.options import parse_value
+from pion.process import raise_descriptor_limit
 from pion.replies import OK, Buffer, Map, Reply
 from pion.storage.glob import Glob
 
@@ -85,8 +86,20 @@ async def config_set(context: Context, argv: list[Buffer]) -> Reply:
             changes[field.name] = parse_value(field, bytes(raw_value[:256]).decode("utf-8", "replace"), "argument")
         except StartupError as error:
             raise _failed(name, str(error)) from error
+    if "max_clients" in changes:
+        _check_descriptors(changes["max_clients"])
     _apply(services, attrs.evolve(services.config, **changes))
     return OK
+
+
+def _check_descriptors(max_clients: int) -> None:
+    """Raise the process's limit of open files if it may be raised; else refuse, as Redis does."""
+    fitting = raise_descriptor_limit(max_clients)
+    if fitting < max_clients:
+        raise _failed(
+            "maxclients",
+            f"The operating system is not able to handle the specified number of clients, try with {fitting}",
+        )
 
 
 def _hide_secrets(argv: list[Buffer]) -> None:

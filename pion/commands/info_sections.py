@@ -19,6 +19,15 @@ from pion.context import InfoSection, Services
 PLUGIN: Final = "server"
 SECONDS_PER_DAY: Final = 86_400
 
+TRANSFER_FIELDS: Final = (
+    "receiving_bytes",
+    "receiving_refused",
+    "unsent_bytes",
+    "timed_out",
+    "slow_readers_dropped",
+)
+"""What the Stats section shows of the connections: large transfers, and who was disconnected for being slow."""
+
 Rows = Sequence[tuple[str, object]]
 
 
@@ -78,11 +87,15 @@ def _clients(services: Services) -> Rows:
 def _stats(services: Services) -> Rows:
     clients = services.clients.statistics()
     monitor = services.monitor
+    # The connections' own counters; a worker without sockets, as in tests, has none.
+    net = services.state.get("net")
+    transfers = [(field, getattr(net.statistics(), field)) for field in TRANSFER_FIELDS] if net is not None else []
     return [
         ("total_connections_received", clients.accepted),
         ("total_commands_processed", sum(counter.calls for counter in monitor.counters.values())),
         ("rejected_connections", clients.rejected),
         ("total_error_replies", sum(monitor.errors.values())),
+        *transfers,
     ]
 
 

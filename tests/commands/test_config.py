@@ -1,5 +1,7 @@
 """CONFIG, without sockets."""
 
+import re
+
 import pytest
 
 from pion.config import Config, fields, flag_name
@@ -66,6 +68,19 @@ async def test_set_has_effect(harness):
     assert await get(harness, "max-receiving", "timeout") == {"timeout": "2.5", "max-receiving": str(3 << 20)}
     assert await harness.call("CONFIG", "SET", "max-sessions", "9") == OK
     assert services.vstore.config.max_sessions == 9
+
+
+async def test_more_clients_than_the_system_has_descriptors(harness, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
+    reply = await harness.call("CONFIG", "SET", "timeout", "5", "maxclients", "5000")
+    assert reply.code == "ERR"
+    fitting = re.fullmatch(
+        r"CONFIG SET failed \(possibly related to argument 'maxclients'\) - The operating system is not able to handle "
+        r"the specified number of clients, try with (\d+)",
+        reply.text,
+    )[1]
+    assert harness.services.config.idle_timeout_s == 0
+    assert await harness.call("CONFIG", "SET", "maxclients", fitting) == OK
 
 
 async def test_set_of_the_slow_log(harness):
