@@ -2,13 +2,19 @@
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from pion.testing import ServerProcess
 
 
+#: redis-py connects again for seconds when a server is gone on purpose.
+ONCE = Retry(NoBackoff(), 0)
+
+
 @pytest.mark.parametrize("options", [{}, {"nosave": True}, {"now": True, "force": True}])
 def test_shutdown_ends_the_process(options):
-    with ServerProcess("--kvcache") as server, redis.Redis(port=server.port) as client:
+    with ServerProcess("--kvcache") as server, redis.Redis(port=server.port, retry=ONCE) as client:
         idle = redis.Redis(port=server.port)
         assert idle.ping() is True
         client.shutdown(**options)
@@ -29,7 +35,7 @@ def test_maxclients_changes_live():
         second = redis.Redis(port=server.port)
         assert second.ping() is True
         with pytest.raises(redis.ConnectionError, match="max number of clients reached"):
-            redis.Redis(port=server.port, retry=None).ping()
+            redis.Redis(port=server.port, retry=ONCE).ping()
         assert client.info("stats")["rejected_connections"] == 1
         assert client.config_set("maxclients", 3) is True
         third = redis.Redis(port=server.port)
