@@ -106,6 +106,10 @@ class Connection:
         """End a connection that waits for its next request."""
         self._transport.close()
 
+    def take_any_byte(self) -> None:
+        """Wake up for whatever part of a payload has arrived, so that a slow sender isn't taken for a silent one."""
+        self._transport.receiving_bulk(0)
+
     async def run(self) -> None:
         """Serve until the client leaves, breaks the protocol, is killed or the server drains.
 

@@ -23,6 +23,7 @@ class _Pipe:
         self.capacity = capacity
         self.chunks: deque[bytes] = deque()
         self.size = 0
+        self.low_water = 1
         self.ended = False
         self.broken = False
         self.readable = trio.lowlevel.ParkingLot()
@@ -33,7 +34,8 @@ class _Pipe:
         if taken:
             self.chunks.append(taken)
             self.size += len(taken)
-            self.readable.unpark_all()
+            if self.size >= self.low_water:
+                self.readable.unpark_all()
         return len(taken)
 
     def get(self, max_bytes: int) -> bytes:
@@ -108,8 +110,9 @@ class MemoryTransport:
     async def wait_readable(self) -> None:
         """See `Transport`."""
         await trio.lowlevel.checkpoint()
-        while not self._closed and not self._incoming.size and not self._incoming.ended:
-            await self._incoming.readable.park()
+        pipe = self._incoming
+        while not self._closed and pipe.size < pipe.low_water and not pipe.ended:
+            await pipe.readable.park()
         self._check()
 
     async def wait_writable(self) -> None:
@@ -121,7 +124,11 @@ class MemoryTransport:
         self._check()
 
     def receiving_bulk(self, nbytes: int) -> None:
-        """See `Transport`; the memory transport wakes for every byte."""
+        """See `Transport`. As with a socket, lowering it wakes who can go on."""
+        pipe = self._incoming
+        pipe.low_water = max(1, min(nbytes, pipe.capacity))
+        if pipe.size >= pipe.low_water:
+            pipe.readable.unpark_all()
 
     def sending_bulk(self, bulk: bool) -> None:
         """See `Transport`; the memory transport has one capacity."""

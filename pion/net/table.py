@@ -158,3 +158,5 @@ class ConnectionTable:
                 self._timed_out += 1
                 logger.info("client %s: %s for %.1f s, closed", connection.session.addr, phase.value, now_s - since_s)
                 connection.kill()
+            elif phase is Phase.RECEIVING and now_s - since_s >= limit_s / 2:
+                connection.take_any_byte()

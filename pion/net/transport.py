@@ -25,6 +25,10 @@ NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
 """The same while a bulk reply is sent: one slice more in the kernel keeps the sender from waking for every 16 KiB."""
 
 
+KEEPALIVE_S: Final = 300
+"""As in Redis: a peer that vanished without a word is noticed after ten minutes, even if it has nothing to say."""
+
+
 class Transport(Protocol):
     """A connected byte stream. Implemented by `SocketTransport` and, for tests, `pion.net.memory.MemoryTransport`."""
 
@@ -78,6 +82,10 @@ class SocketTransport:
         self.peer = _name(peer) if self._tcp else self.local  # a Unix client has no name of its own
         if self._tcp:
             self._option(socket.IPPROTO_TCP, "TCP_NODELAY", 1)
+            self._option(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
+            self._option(socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_S)
+            self._option(socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_S // 3)
+            self._option(socket.IPPROTO_TCP, "TCP_KEEPCNT", 3)
         self._notsent(NOTSENT_BYTES)
 
     def recv_nowait(self, max_bytes: int) -> bytes | None:

@@ -124,6 +124,19 @@ async def test_a_reservation_is_given_back_when_the_client_leaves_in_the_middle(
         assert rig.store.values == {}
 
 
+async def test_absurd_lengths_are_refused_and_large_ones_only_reserved():
+    async with Rig.running() as rig:
+        absurd, large = rig.connect(), rig.connect()
+        await absurd.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (2**32 + 1))
+        await absurd.expect(b"-ERR Protocol error: invalid bulk length\r\n")
+        await large.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (513 * MIB))
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 513 * MIB
+        large.transport.close()
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 0
+
+
 async def test_a_truncated_request_is_never_run():
     data = request(b"SET", b"k", b"x" * 40_000)
     for cut in [*range(1, 40, 3), len(data) - 40_000, len(data) - 3, len(data) - 2, len(data) - 1]:

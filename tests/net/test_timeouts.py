@@ -47,6 +47,19 @@ async def test_a_request_that_keeps_coming_may_take_long(autojump_clock):
         await client.expect(b"+PONG\r\n")
 
 
+async def test_a_payload_that_trickles_in_is_no_silence(autojump_clock):
+    """The connection waits for a large part at once; the bytes below it count as progress all the same."""
+    async with Rig.running(receive_timeout_s=60) as rig:
+        rig.nursery.start_soon(rig.table.watch)
+        client = rig.connect()
+        await client.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n")
+        for _ in range(100):
+            await client.send(b"x" * 10)
+            await trio.sleep(10)
+        await client.send(b"x" * 999_000 + b"\r\n")
+        await client.expect(b"+OK\r\n")
+
+
 async def test_a_reader_that_takes_nothing(autojump_clock):
     async with Rig.running(send_timeout_s=30) as rig:
         rig.nursery.start_soon(rig.table.watch)

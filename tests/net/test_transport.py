@@ -99,6 +99,7 @@ async def test_options_follow_what_is_under_way():
     here, there = await tcp_pair()
     option = here._socket.getsockopt
     assert option(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    assert option(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 0
     assert option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == NOTSENT_BYTES
     here.sending_bulk(True)
     assert option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == NOTSENT_BULK_BYTES
@@ -115,7 +116,7 @@ async def test_options_follow_what_is_under_way():
 
 
 async def test_a_platform_without_the_tuning_options_works_without_them(monkeypatch):
-    for name in ("TCP_NOTSENT_LOWAT", "SO_RCVLOWAT", "TCP_NODELAY"):
+    for name in ("TCP_NOTSENT_LOWAT", "SO_RCVLOWAT", "TCP_NODELAY", "TCP_KEEPIDLE"):
         monkeypatch.delattr(module.socket, name)
     here, there = await tcp_pair()
     here.sending_bulk(True)
