@@ -31,6 +31,16 @@ FORTRAN_WHEELS: Final = (("mlx-cpu", "mlx_cpu.libs"), ("numpy", "numpy.libs"))
 """Distributions that bundle a Fortran runtime, and the folder beside the package where they keep it."""
 
 
+MIB: Final = 1 << 20
+
+KEEPING_MALLOC_OPTIONS: Final = (
+    (-3, 32 * MIB),  # M_MMAP_THRESHOLD: the largest glibc accepts; larger blocks still come from the kernel
+    (-1, (1 << 31) - 1),  # M_TRIM_THRESHOLD: never shrink the heap
+    (-2, 64 * MIB),  # M_TOP_PAD: grow it in large steps
+)
+"""What `keep_freed_memory` sets, as numbered in glibc's malloc.h."""
+
+
 @attrs.frozen
 class Blas:
     """How `prepare()` went.
@@ -135,6 +145,22 @@ def _openblas_text(path: Path) -> str:
     library.openblas_get_num_threads.restype = ctypes.c_int
     config = re.sub(r"\s+", " ", library.openblas_get_config().decode()).strip()
     return f"{config}, {library.openblas_get_num_threads()} threads, from {OPENBLAS_DISTRIBUTION}"
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next large allocation; whether that is possible here.
+
+    glibc gives large freed blocks back to the kernel, and taking fresh pages again is slow: 17 ms or more for the 47 MB
+    of a 1,024-token prefix of the demo model. A process that restores caches again and again may prefer to keep them,
+    at the price of a larger resident size after a peak. The server wants the opposite. Nothing calls this by itself;
+    the demo and the benchmarks do, and so may a program at its start. Linux with glibc only.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all(mallopt(option, value) == 1 for option, value in KEEPING_MALLOC_OPTIONS)
 
 
 def report() -> tuple[tuple[str, str], ...]:
