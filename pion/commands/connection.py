@@ -26,7 +26,7 @@ from pion.replies import OK, Buffer, Map, Reply, Simple
 
 SERVER_NAME: Final = "pion"
 """HELLO's `server`: what it is, not what it resembles. Of the clients only redis-py looks at it, and only for caching
-on the client's side, which needs CLIENT TRACKING that Pion does not have; the others read `proto`, `version` and `id`."""
+on the client's side, which needs CLIENT TRACKING that Pion does not have; others read `proto`, `version` and `id`."""
 
 PONG: Final = Simple("PONG")
 RESET_DONE: Final = Simple("RESET")

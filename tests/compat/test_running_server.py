@@ -7,7 +7,6 @@ from redis.retry import Retry
 
 from pion.testing import ServerProcess
 
-
 #: redis-py connects again for seconds when a server is gone on purpose.
 ONCE = Retry(NoBackoff(), 0)
 
