@@ -47,8 +47,12 @@ async def lookup(context: Context, argv: list[Buffer]) -> Reply:
             receipt.kvprefix_misses += 1
             return MISS
     if not context.session.no_touch:
-        store.touch(unit)
-    own = unit.tokens
+        if unit.parent is None:
+            store.policy.touch(unit)
+        else:
+            store.touch(unit)
+    declared = unit.declaration
+    own = declared.tokens if declared is not None else unit.tokens
     if prefill_ms is None and (tokens is None or tokens == own):
         prefill_ms = unit.prefill_ms
     receipt.hit(own if tokens is None else tokens, prefill_ms)

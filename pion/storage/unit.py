@@ -176,7 +176,8 @@ class Unit:
         """Its own tokens: as declared, else the rows of layer 0 on the K side."""
         if self.declaration is not None:
             return self.declaration.tokens
-        layer = self.layer(0, 0)
+        rows = self.k_rows
+        layer = None if rows is None else rows.layers.get(0)
         return 0 if layer is None else layer.count
 
     @property
