@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -254,8 +255,9 @@ async def test_replies_that_are_ready_are_sent_before_a_command_that_may_wait():
         await client.expect(b"+OK\r\n+PONG\r\n")
 
 
-async def test_a_client_that_pipelines_for_ever_does_not_starve_another():
+async def test_a_client_that_pipelines_for_ever_does_not_starve_another(monkeypatch):
     """The flood below is all there before the server runs, and would be answered without a wait in between."""
+    monkeypatch.setattr("pion.net.connection.perf_counter_ns", lambda: 0)  # leaves the count of commands to decide
     async with Rig.running() as rig:
         flood = request(b"PING", b"f")
         there = rig.connect(1 << 24)
@@ -264,6 +266,41 @@ async def test_a_client_that_pipelines_for_ever_does_not_starve_another():
         await other.send(request(b"PING", b"other"))
         await other.expect(b"$5\r\nother\r\n")
         assert rig.store.seen.index(b"other") <= COMMANDS_PER_TURN * 4
+
+
+def every_command_takes_long(monkeypatch) -> None:
+    """Each look at the clock is 2 ms after the one before."""
+    ticks = itertools.count(step=2_000_000)
+    monkeypatch.setattr("pion.net.connection.perf_counter_ns", lambda: next(ticks))
+
+
+async def test_after_a_long_command_others_get_their_turn(monkeypatch):
+    every_command_takes_long(monkeypatch)
+    async with Rig.running() as rig:
+        there, other = rig.connect(), rig.connect()
+        await wait_all_tasks_blocked()
+        there.transport.send_nowait(request(b"PING", b"f") * 100)
+        other.transport.send_nowait(request(b"PING", b"other"))
+        await other.expect(b"$5\r\nother\r\n")
+        assert rig.store.seen.index(b"other") <= 3
+
+
+async def test_a_payload_stays_reserved_while_a_command_before_it_yields(monkeypatch):
+    every_command_takes_long(monkeypatch)
+    async with Rig.running() as rig:
+        used: list[tuple[int, int]] = []
+
+        async def sample() -> None:
+            while not rig.store.values:
+                used.append((len(rig.store.seen), rig.table.budget.used))
+                await trio.lowlevel.checkpoint()
+
+        client = rig.connect()
+        await wait_all_tasks_blocked()
+        client.transport.send_nowait(request(b"PING") + request(b"PING") + request(b"SET", b"k", b"x" * 40_000))
+        rig.nursery.start_soon(sample)
+        await client.expect(b"+PONG\r\n+PONG\r\n+OK\r\n")
+        assert {reserved for commands, reserved in used if commands} == {40_000}
 
 
 async def test_a_flood_of_empty_requests_does_not_starve_another():
