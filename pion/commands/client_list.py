@@ -18,6 +18,9 @@ from pion.replies import OK, Buffer, Reply
 CLIENT_TYPES: Final = (b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB")
 """Redis's types of client. Every client of Pion is a normal one."""
 
+UNCOUNTED: Final = ("qbuf", "qbuf-free", "argv-mem", "obl", "oll", "omem")
+"""Buffer sizes that Pion doesn't count for each client. redis-py before 6 and valkey-py fail on a line without them."""
+
 
 def describe(session: Session, services: Services) -> str:
     """One line of CLIENT LIST: Redis's fields, as far as they mean something here.
@@ -26,6 +29,7 @@ def describe(session: Session, services: Services) -> str:
     """
     now_s = services.clock.wall_s()
     transaction = session.transaction
+    queued_bytes = 0 if transaction is None else transaction.queued_bytes
     flags = ("x" if transaction is not None else "") + ("c" if session.closing else "")
     flags += ("e" if session.no_evict else "") + ("T" if session.no_touch else "")
     fields = {
@@ -41,7 +45,9 @@ def describe(session: Session, services: Services) -> str:
         "psub": 0,
         "ssub": 0,
         "multi": -1 if transaction is None else len(transaction.queue),
-        "multi-mem": 0 if transaction is None else transaction.queued_bytes,
+        **dict.fromkeys(UNCOUNTED, 0),
+        "multi-mem": queued_bytes,
+        "tot-mem": queued_bytes,
         "cmd": session.last_command.lower().replace(" ", "|") or "NULL",
         "user": session.user,
         "redir": -1,
