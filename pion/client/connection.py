@@ -59,11 +59,6 @@ class Connection:
             self.close()
             raise
 
-    @property
-    def reader(self) -> ReplyReader:
-        """For the exchanges on this connection."""
-        return self._reader
-
     def close(self) -> None:
         """Close the socket. A child process may call this without disturbing its parent."""
         self.open = False
@@ -92,6 +87,12 @@ class Connection:
             self._send(exchange)
             while not exchange.complete:
                 self._receive(exchange, _WAITALL)
+        except ConnectionLostError as error:
+            self.close()
+            reason = exchange.explained(error)
+            if reason is None:
+                raise
+            raise reason from error
         except BaseException:
             self.close()
             raise
@@ -158,7 +159,8 @@ class Connection:
                 if self._wait() & _READABLE:
                     self._receive(exchange, _DONTWAIT)
             except OSError as error:
-                raise self._reason(exchange, error) from error
+                self._hear_out(exchange)
+                raise self._broken(error) from error
 
     def _wait(self) -> int:
         """Wait until something can be sent or received; what."""
@@ -186,7 +188,7 @@ class Connection:
                 return False
             raise self._silent() from error
         except OSError as error:
-            raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
+            raise self._broken(error) from error
         if not n:
             raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
         if target is not None:
@@ -199,13 +201,11 @@ class Connection:
     def _silent(self) -> ReplyTimeoutError:
         return ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s")
 
-    def _reason(self, exchange: Exchange, error: OSError) -> PionClientError:
-        """Why the send failed. A server that refuses and closes has said why before; that is worth more."""
+    def _broken(self, error: OSError) -> ConnectionLostError:
+        return ConnectionLostError(f"the connection to {self._settings.where} broke: {error}")
+
+    def _hear_out(self, exchange: Exchange) -> None:
+        """Take what came before a send failed: a server that refuses and closes has said why."""
         with suppress(PionClientError):
             while not exchange.complete and self._receive(exchange, _DONTWAIT):
                 pass
-        word = exchange.last_word()
-        if word is not None and not exchange.pipelined:
-            return word
-        said = f"; its last word was: {word}" if word is not None else ""
-        return ConnectionLostError(f"the connection to {self._settings.where} broke: {error}{said}")

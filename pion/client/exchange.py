@@ -17,7 +17,7 @@ from itertools import islice
 import attrs
 
 from pion.client.commands import Request
-from pion.client.errors import BadReplyError, ServerError
+from pion.client.errors import BadReplyError, ConnectionLostError, PionClientError, ServerError
 from pion.client.limits import JOIN_BYTES, MAX_SEND_BUFFERS, SEGMENT_BYTES, SEND_BYTES
 from pion.client.packing import Buffer
 from pion.client.replies import NEED_DATA, ReplyReader
@@ -143,10 +143,15 @@ class Exchange:
         if not self.reader.idle:
             raise BadReplyError("the server sent more replies than there were requests")
 
-    def last_word(self) -> ServerError | None:
-        """What the server said last, if that was an error: the reason why it closed, perhaps."""
-        reply = self.replies[-1] if self.replies else None
-        return reply if isinstance(reply, ServerError) else None
+    def explained(self, error: ConnectionLostError) -> PionClientError | None:
+        """A better error, if the server said something before it closed: that may be the reason.
+
+        To a single request it is the answer. In a pipeline it may be the answer to one request or to all.
+        """
+        word = self.replies[-1] if self.replies else None
+        if not isinstance(word, ServerError):
+            return None
+        return ConnectionLostError(f"{error}; the server's last word was: {word}") if self.pipelined else word
 
     def _stop(self) -> None:
         while len(self._segments) > self._offered:

@@ -71,8 +71,8 @@ class _Bulk:
     room: memoryview
     """What is left of the memory being filled."""
     kind: int
-    whole: memoryview | None
-    """All of it, when the reader owns the memory."""
+    owner: Sink | memoryview
+    """Who gave the memory; or all of it, when the reader did."""
 
 
 _ARRAY, _SET, _PUSH, _MAP, _ATTRIBUTE = b"*~>%|"
@@ -224,7 +224,7 @@ class ReplyReader:
     def _begin(self, size: int, kind: int) -> None:
         if self._sinks() and kind == _STRING and self._sink is not None:
             index, self._sunk = self._sunk, self._sunk + 1
-            self._bulk = _Bulk(index, size, _room(self._sink, index, size), kind, None)
+            self._bulk = _Bulk(index, size, _room(self._sink, index, size), kind, self._sink)
         else:
             whole = np.empty(size, np.uint8).data if size else memoryview(bytearray())
             self._bulk = _Bulk(-1, size, whole, kind, whole)
@@ -250,16 +250,14 @@ class ReplyReader:
     def _advance(self, bulk: _Bulk, n: int) -> None:
         bulk.missing -= n
         bulk.room = bulk.room[n:]
-        if bulk.missing and not bulk.room and self._sink is not None:
-            self._sink.done(bulk.index)
-            bulk.room = _room(self._sink, bulk.index, bulk.missing)
+        if bulk.missing and not bulk.room and not isinstance(bulk.owner, memoryview):
+            bulk.owner.done(bulk.index)
+            bulk.room = _room(bulk.owner, bulk.index, bulk.missing)
 
     def _finish(self, bulk: _Bulk) -> object:
-        if bulk.whole is None:
-            if self._sink is None:
-                raise ValueError("the sink is gone")
-            return self._sink.done(bulk.index)
-        data = bulk.whole.tobytes()
+        if not isinstance(bulk.owner, memoryview):
+            return bulk.owner.done(bulk.index)
+        data = bulk.owner.tobytes()
         if bulk.kind == _BLOB_ERROR:
             return server_error(data.decode(errors="replace"))
         return data[4:] if bulk.kind == _VERBATIM else data

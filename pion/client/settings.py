@@ -10,10 +10,10 @@ import attrs
 from pion.client.errors import BadReplyError, ServerError
 from pion.client.limits import FIRST_PAUSE_S, MAX_PAUSE_S
 from pion.client.packing import Argument
+from pion.config import VERSION
 
-#: What CLIENT SETINFO is told.
 LIBRARY: Final = "pion"
-VERSION: Final = "0.1.0"
+"""What CLIENT SETINFO is told."""
 
 
 def _no_tls(_: object, __: object, value: ssl.SSLContext | None) -> None:

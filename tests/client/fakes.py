@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 
@@ -48,6 +49,12 @@ class Peer:
         for _ in range(3):
             self.request()
         self.send(GREETING)
+
+    def reset(self) -> None:
+        """Close so that the client's system reports a reset, as when the server's host goes."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._file.close()
+        self.sock.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import trio.testing
 from pion.client import Layer, Stored, aio, errors
 from pion.client import PionClient as Synchronous
 from pion.client.aio import PionClient
+from pion.client.limits import MAX_SPARE_CONNECTIONS
 
 from .fakes import FakeServer, Peer, answer, array, bulk, requests
 
@@ -219,6 +222,89 @@ async def test_a_waiting_lookup_does_not_hold_up_the_others() -> None:
             await trio.testing.wait_all_tasks_blocked()
             await client.v_store_batch("ns_pk", 0, 0, 1, b"1234")
         assert server.served == 2
+
+
+async def test_connections_for_waiting_are_used_again_and_bounded() -> None:
+    barrier = threading.Barrier(6)
+
+    def together(peer: Peer) -> None:
+        peer.request()
+        barrier.wait(10)
+        peer.send(b"+MISS\r\n")
+        for _ in requests(peer):
+            peer.send(b"+HIT\r\n")
+
+    with FakeServer(together) as server:
+        async with client_of(server) as client:
+            async with trio.open_nursery() as nursery:
+                for _ in range(6):
+                    nursery.start_soon(partial(client.prefix_lookup, "ns", wait_ms=10))
+            assert len(client._lines._spare) == MAX_SPARE_CONNECTIONS
+            assert await client.prefix_lookup("ns", wait_ms=10) is True
+            assert server.served == 6
+
+
+async def test_a_spare_connection_that_died_is_replaced() -> None:
+    def once(peer: Peer) -> None:
+        peer.request()
+        peer.send(b"+MISS\r\n")
+
+    with FakeServer(once, answer(b"+HIT\r\n")) as server:
+        async with client_of(server) as client:
+            assert await client.prefix_lookup("ns", wait_ms=10) is False
+            await trio.lowlevel.wait_readable(client._lines._spare[0]._sock.fileno())
+            assert await client.prefix_lookup("ns", wait_ms=10) is True
+            assert server.served == 2
+
+
+async def test_a_connection_lost_while_storing() -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(b"+OK\r\n")
+        peer.request()
+
+    side = np.zeros(1000, np.uint8)
+    with FakeServer(script) as server:
+        async with client_of(server) as client:
+            with pytest.raises(errors.OutcomeUnknownError, match=r"V\.STOREBATCH"):
+                await client.store_prefix("ns", "a", "b", [Layer(side, side)], 10)
+        assert server.served == 1
+
+
+async def test_at_the_door(quick_retries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(peer: Peer) -> None:
+        peer.send(b"-ERR max number of clients reached\r\n")
+        peer.sock.shutdown(socket.SHUT_WR)
+        for _ in requests(peer):
+            pass
+
+    with FakeServer(full, greet=False) as server:
+        with pytest.raises(errors.ServerError, match="max number of clients"):
+            await client_of(server).v_drop("s")
+        assert server.served == 1
+    with FakeServer(lambda peer: None, greet=False) as server:
+        with pytest.raises(errors.ConnectionLostError):
+            await client_of(server, retries=2).v_drop("s")
+        assert server.served == 3
+
+    async def fail(*args: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(trio.socket, "getaddrinfo", fail)
+    with pytest.raises(errors.ConnectFailedError, match="not known"):
+        await PionClient("nowhere", retries=0).ping()
+
+
+async def test_a_pipeline_that_is_refused_names_the_servers_word() -> None:
+    def script(peer: Peer) -> None:
+        peer.sock.recv(1000)
+        peer.send(b"-ERR Protocol error: invalid bulk length\r\n")
+
+    with FakeServer(script) as server:
+        async with client_of(server, receive_buffer_bytes=100_000) as client:
+            assert repr(client) == f"aio.PionClient(127.0.0.1:{server.port})"
+            with pytest.raises(errors.OutcomeUnknownError, match="invalid bulk length"):
+                await client.pipeline([("X", np.zeros(1 << 24, np.uint8))] * 2)
 
 
 async def test_closing_while_a_call_is_under_way() -> None:

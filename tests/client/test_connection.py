@@ -6,6 +6,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,41 @@ def test_a_fetch_into_memory_is_repeated_only_before_the_caller_saw_any_of_it() 
         with pytest.raises(errors.ConnectionLostError):
             client.prefix_fetch_into("ns", lambda i, n: memoryview(memory))
         assert server.served == 1
+
+
+def test_a_reset_while_idle_and_one_in_the_middle_of_a_reply() -> None:
+    def idle(peer: Peer) -> None:
+        peer.request()
+        peer.send(b"+PONG\r\n")
+        peer.reset()
+
+    def middle(peer: Peer) -> None:
+        peer.request()
+        peer.send(b"$100000\r\n" + b"x" * 50_000)
+        time.sleep(0.05)  # so that the client has taken what came, and waits
+        peer.reset()
+
+    with FakeServer(idle, middle, answer(bulk(b"whole"))) as server, client_of(server) as client:
+        client.ping()
+        wait_readable(client)
+        assert client.prefix_meta("ns") == b"whole"
+        assert server.served == 3
+
+
+def test_a_server_that_closes_at_the_door_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeServer(lambda peer: None, greet=False) as server, client_of(server, retries=2) as client:
+        with pytest.raises(errors.ConnectionLostError):
+            client.v_drop("s")
+        assert server.served == 3, "nothing of the write was sent, so connecting is tried again"
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(errors.ConnectFailedError, match="not known"):
+        PionClient("nowhere", retries=0).ping()
 
 
 def test_settings_are_checked() -> None:

@@ -215,6 +215,14 @@ async def test_a_prefix_without_a_declaration(client: Any) -> None:
     assert await client.prefix_meta("ns") is None
     with pytest.raises(ValueError, match="layers and tokens"):
         await client.prefix_register("ns", 64, layers=2)
+    with pytest.raises(ValueError, match="states belong"):
+        await client.prefix_register("ns", 64, states=2)
+    with pytest.raises(ValueError, match="one row"):
+        await client.v_fetch_ids("ns_pk", 0, [])
+    with pytest.raises(ValueError, match="name"):
+        await client.execute()
+    assert await client.prefix_register("p", 64, "fp32", layers=0, tokens=0, states=2) is Registered.OK
+    assert await client.prefix_lookup("p") is False
     with pytest.raises(ValueError, match="start and end"):
         await client.prefix_fetch("ns", start=1)
 

@@ -33,6 +33,7 @@ def test_a_large_argument_is_sent_from_its_own_memory() -> None:
         np.array(3.0),
         np.zeros((0, 5), np.float32),
         bytearray(b"abc"),
+        memoryview(b""),
         memoryview(bytearray(12)).cast("f"),
     ],
 )

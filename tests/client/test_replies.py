@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ VALUES = [
     (b"-no code at all\r\n", ServerError("no code at all", "ERR")),
     (b"!15\r\nWRONGPASS wrong\r\n", WrongPasswordError("wrong", "WRONGPASS")),
     (b">2\r\n+message\r\n:1\r\n:7\r\n", 7),
+    (b">0\r\n:7\r\n", 7),
     (b"|1\r\n+ttl\r\n:3\r\n*1\r\n:7\r\n", [7]),
     (b"$%d\r\n%s\r\n" % (len(BIG), BIG), BIG),
 ]
@@ -253,6 +255,14 @@ def test_small_reads_follow_a_large_bulk() -> None:
     reader.feed(b"$100000\r\n")
     reader.next_reply()
     assert reader.read_bytes < READ_BYTES
+
+
+def test_an_error_is_a_value_that_can_be_compared_and_sent_to_another_process() -> None:
+    error = OutOfMemoryError("no room", "OOM")
+    assert pickle.loads(pickle.dumps(error)) == error
+    assert len({error, OutOfMemoryError("no room", "OOM"), ServerError("no room", "OOM")}) == 1
+    assert error != ServerError("no room", "ERR")
+    assert repr(NEED_DATA) == "NEED_DATA"
 
 
 def test_more_than_was_asked_for_is_refused() -> None:

@@ -84,6 +84,12 @@ class Connection:
                 # The server takes in a whole request before it answers, so sending first can't lock up.
                 await self._send(exchange)
                 await self._receive_all(exchange)
+        except ConnectionLostError as error:
+            self.close()
+            reason = exchange.explained(error)
+            if reason is None:
+                raise
+            raise reason from error
         except BaseException:
             self.close()
             raise
@@ -100,7 +106,9 @@ class Connection:
                 await (self._receive_all if receiving else self._send)(exchange)
             except Exception as error:
                 failures.append(error)
-                part.cancel()
+                # When sending broke, the receiver goes on to the end of the stream, which has the server's reason.
+                if receiving or not isinstance(error, ConnectionLostError):
+                    part.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(guarded, nursery.cancel_scope, False)
@@ -113,11 +121,9 @@ class Connection:
             while exchange.sending:
                 buffers = exchange.outgoing()
                 exchange.sent(await self._moved(partial(self._sock.sendmsg, buffers)))
-        except ConnectionLostError as error:
-            reason = await self._reason(exchange)
-            if reason is None:
-                raise
-            raise reason from error
+        except ConnectionLostError:
+            await self._hear_out(exchange)
+            raise
 
     async def _receive_all(self, exchange: Exchange) -> None:
         while not exchange.complete:
@@ -157,16 +163,12 @@ class Connection:
             self._total += n
             return n
 
-    async def _reason(self, exchange: Exchange) -> PionClientError | None:
-        """Why a send failed, if the server said so before it closed."""
+    async def _hear_out(self, exchange: Exchange) -> None:
+        """Take what came before a send failed: a server that refuses and closes has said why."""
         with suppress(PionClientError):
-            # In a pipeline another task receives, and has had the server's word first.
+            # In a pipeline another task receives.
             while not exchange.pipelined and not exchange.complete and self._sock.is_readable():
                 await self._receive(exchange)
-        word = exchange.last_word()
-        if word is None or not exchange.pipelined:
-            return word
-        return ConnectionLostError(f"{self._settings.where} closed the connection; its last word was: {word}")
 
 
 async def _connected_socket(settings: Settings) -> trio.socket.SocketType:
