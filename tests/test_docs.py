@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -218,36 +217,3 @@ def test_links_of_the_top_level_pages(name: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if "://" not in target:
             assert (ROOT / target).exists(), target
-
-
-def test_the_contributing_page_explains_every_dependency() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wanted = list(project["project"]["dependencies"])
-    wanted += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
-    wanted += [each for group in project["dependency-groups"].values() for each in group]
-    for requirement in wanted:
-        package = re.match(r"[\w-]+", requirement)
-        assert package is not None
-        assert re.search(rf"\b{package[0]}\b", table), f"CONTRIBUTING.md doesn't say what {package[0]} is for"
-
-
-def test_constraints_pin_everything_that_is_installed() -> None:
-    """Exact versions only, and no address of a registry."""
-    from importlib.metadata import distributions
-
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins), pins
-    pinned = {re.sub(r"[-_.]+", "-", pin.partition("==")[0]).lower() for pin in pins}
-    needed = set()
-    for distribution in distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
-        if name in ("pion", "pion-vllm-mlx", "pion-lmcache", "pion-example"):
-            for requirement in distribution.requires or []:
-                package = re.match(r"[\w.-]+", requirement)
-                assert package is not None
-                needed.add(re.sub(r"[-_.]+", "-", package[0]).lower())
-    assert needed - pinned - {"pion"} == set()
-    assert sys.version_info >= (3, 11)

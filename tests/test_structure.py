@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "net": LEAVES | {"args", "protocol", "dispatch", "context", "clients", "storage"},
     "plugins": LEAVES | {"hookspecs", "registry"},
     "commands": LEAVES
-    | {"args", "hookspecs", "context", "storage", "compute", "receipt", "monitor", "options", "registry"},
+    | {"args", "hookspecs", "context", "storage", "compute", "receipt", "monitor", "options", "registry", "process"},
     "client": LEAVES | {"args", "protocol"},
     "server": LEAVES
     | {"net", "dispatch", "registry", "plugins", "context", "clients", "monitor", "receipt", "storage", "process"},
@@ -196,7 +199,7 @@ def test_nothing_loads_code_or_objects_from_data() -> None:
         for line, name in imports(path, tree):
             if name.split(".")[0] in {"pickle", "marshal", "shelve", "dill", "cloudpickle"}:
                 wrong.append(f"{place}:{line}: {name}")
-            loads = name.startswith("importlib") and not name.startswith("importlib.metadata")
+            loads = name.startswith("importlib") and not name.startswith(("importlib.metadata", "importlib.resources"))
             if loads and path not in MODULE_LOADERS:
                 wrong.append(f"{place}:{line}: {name}")
         for node in ast.walk(tree):
@@ -245,6 +248,15 @@ def test_records_and_state_are_attrs_classes() -> None:
                 if words & {"dataclass", "dataclasses.dataclass", "NamedTuple", "typing.NamedTuple", "namedtuple"}:
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_dependency_is_used() -> None:
+    """What is declared is imported, and what is imported is declared or part of Python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=; \[]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    used = {name.split(".")[0] for path, tree in modules() for _, name in imports(path, tree)}
+    assert declared <= used
+    assert used - declared - sys.stdlib_module_names - {"pion", "mlx"} == set()
 
 
 @pytest.mark.parametrize(
