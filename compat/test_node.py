@@ -18,7 +18,7 @@ def test_node_client(request, script, guarded):
     arguments = arguments or [str(request.getfixturevalue("pion"))]
     done = subprocess.run(
         ["node", str(SCRIPTS / script), *arguments],
-        env=os.environ | {"NODE_PATH": os.environ["PION_COMPAT_NODE_PATH"]},
+        env=os.environ | {"NODE_PATH": f"{os.environ['PION_COMPAT_FOLDER']}/node_modules"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,11 +11,12 @@ from pion.errors import PluginError
 class Registry:
     """Name -> `Command`. Look-ups are by the upper-case name; a subcommand's is "CLIENT SETNAME"."""
 
-    __slots__ = ("_origin", "_rows")
+    __slots__ = ("_children", "_origin", "_rows")
 
     def __init__(self) -> None:
         self._rows: dict[str, Command] = {}
         self._origin: dict[str, str] = {}
+        self._children: dict[str, list[Command]] = {}
 
     def add(self, plugin: str, rows: Iterable[Command]) -> None:
         """Merge one plugin's rows. A name that is taken raises `PluginError` naming both plugins."""
@@ -31,6 +32,10 @@ class Registry:
                 )
             self._rows[key] = row
             self._origin[key] = plugin
+        self._children = {}
+        for row in self._rows.values():
+            if row.container is not None:
+                self._children.setdefault(row.container, []).append(row)
 
     def check(self) -> None:
         """Every subcommand has its container, and every plain row a handler."""
@@ -51,7 +56,7 @@ class Registry:
 
     def subcommands(self, container: str) -> list[Command]:
         """The rows under a container, in the order they were declared."""
-        return [row for row in self._rows.values() if row.container == container]
+        return list(self._children.get(container, ()))
 
     def __iter__(self) -> Iterator[Command]:
         return iter(self._rows.values())

@@ -1,6 +1,7 @@
 """CLIENT, without sockets."""
 
 import pytest
+import trio
 
 from pion.replies import NO_REPLY, OK, ErrorReply
 from pion.testing import FakeClock, Harness, make_harness
@@ -64,7 +65,8 @@ async def test_info_tells_the_state_of_the_connection():
     assert (line["age"], line["idle"], line["db"], line["multi"], line["resp"]) == ("7", "7", "0", "-1", "2")
     assert (line["cmd"], line["user"], line["flags"], line["name"]) == ("client|info", "default", "N", "")
     # redis-py 5 and valkey-py 6 turn each of these into an integer.
-    numbers = "id age idle db sub psub multi qbuf qbuf-free obl argv-mem oll omem tot-mem".split()
+    numbers = ["id", "age", "idle", "db", "sub", "psub", "multi"]
+    numbers += ["qbuf", "qbuf-free", "obl", "argv-mem", "oll", "omem", "tot-mem"]
     assert all(int(line[field]) >= -1 for field in numbers)
     await harness.call("CLIENT", "NO-EVICT", "on")
     await harness.call("CLIENT", "NO-TOUCH", "ON")
@@ -219,3 +221,21 @@ async def test_arity(harness, subcommand, args):
     assert await harness.call("CLIENT", subcommand, *["ON"] * args) == ErrorReply(
         "ERR", f"wrong number of arguments for 'client|{subcommand.lower()}' command"
     )
+
+
+async def test_a_long_list_lets_others_run(harness):
+    for _ in range(1000):
+        harness.client()
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        assert len(lines(await harness.call("CLIENT", "LIST"))) == 1001
+        nursery.cancel_scope.cancel()
+    assert turns >= 3
