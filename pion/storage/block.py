@@ -5,7 +5,7 @@ overlaps, so whoever holds a block (a reply being sent, a snapshot) keeps a vali
 
 Two things keep the memory held close to the memory counted and the number of blocks small:
 
-- A cut block stays a view of its buffer while at least half of that buffer is in use; then what is left is copied out.
+- A cut block stays a view of its buffer while more than half of that buffer is in use; then what is left is copied out.
 - Small neighbours are merged like the digits of a binary counter: a new block absorbs adjacent ones that are not larger
   than it has grown to. A row stored alone is copied O(log n) times until its block has `MERGE_BYTES`.
 """
@@ -96,7 +96,7 @@ class Layer:
         self._ledger.payload_bytes += grown * width
         self._merge_around(low + position)
         for memory in cut:
-            if 0 < memory.live * 2 < memory.nbytes:
+            if 0 < memory.live * 2 <= memory.nbytes:
                 self._compact(memory, start, stop)
         return grown
 
