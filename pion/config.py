@@ -102,7 +102,11 @@ class Config:
         high=3600,
     )
     log_level: str = option(
-        "info", "least severe event that is logged", group="process", choices=("debug", "info", "warning", "error"), mutable=False
+        "info",
+        "least severe event that is logged",
+        group="process",
+        choices=("debug", "info", "warning", "error"),
+        mutable=False,
     )
     log_format: str = option(
         "text", "log lines for a person or for a machine", group="process", choices=("text", "json")

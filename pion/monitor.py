@@ -15,7 +15,7 @@ SLOWLOG_ARG_BYTES = 128
 
 @attrs.define(eq=False)
 class CommandCounter:
-    """Calls, time in nanoseconds inside the handler, calls that ended in an error, and requests refused before a call."""
+    """Calls, nanoseconds inside the handler, calls that ended in an error, and requests refused before a call."""
 
     calls: int = 0
     total_ns: int = 0
