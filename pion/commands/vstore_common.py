@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
-from pion.command import Arg, ArgType
+from pion.command import Arg, ArgType, KeySpec
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Buffer, Reply
@@ -24,6 +24,11 @@ LIST_COUNT: Final = 100
 
 LIST_COUNT_MAX: Final = 10_000
 """Most names that one call looks at: about 3 ms."""
+
+SID: Final = Arg(name="sid", type=ArgType.KEY, summary="session id, 1 B to 4 KiB of any bytes")
+LAYER: Final = Arg(name="layer", type=ArgType.INTEGER, summary="layer id, from 0")
+ONE_KEY: Final = KeySpec(1, 1, 1, "session")
+NO_SESSION: Final = "-ERR no session '<sid>'"
 
 AS_ARG: Final = Arg(
     name="type",
