@@ -53,11 +53,11 @@ def run(quick: bool) -> Report:
             pion_unix=pion.unix,
             redis_port=redis_port,
             cache_file=str(path / "cache.safetensors"),
-            prefix_tokens=128 if quick else 1024,
-            rounds=2 if quick else 21,
+            prefix_tokens=64 if quick else 1024,
+            rounds=1 if quick else 21,
             cold_rounds=1 if quick else 3,
             prompts=2 if quick else 20,
-            tokens=8 if quick else 50,
+            tokens=4 if quick else 50,
         )
         stored = _process("store", job, path)
         found = _process("read", job, path)

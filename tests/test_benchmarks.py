@@ -41,7 +41,7 @@ def bench(*args: str, path: str | None = None) -> subprocess.CompletedProcess[st
     environment = os.environ | ({"PATH": path} if path is not None else {})
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def read(job: Job) -> dict[str, Any]:
 
     seconds = interleave({"cold": timed("cold")}, job.cold_rounds, warmup=0, between=between)
     del restore["cold"]
-    seconds |= interleave({name: timed(name) for name in restore}, job.rounds, warmup=2, between=between)
+    seconds |= interleave({name: timed(name) for name in restore}, job.rounds, warmup=1, between=between)
     _expect(len(set().union(*firsts.values())) == 1, f"the arms' first tokens differ: {firsts}")
 
     before = tcp.stats()["hits"]
