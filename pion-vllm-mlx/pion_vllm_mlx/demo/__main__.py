@@ -22,6 +22,8 @@ from pion_vllm_mlx.demo_model import DemoModelError, ensure_demo_model
 EXIT_DISAGREE: Final = 1
 EXIT_MISSING: Final = 2
 
+SHOW_SECONDS_FROM_S: Final = 10.0
+
 RECEIPT: Final = (
     "kvprefix_hits",
     "kvprefix_misses",
@@ -93,12 +95,12 @@ def run_all(console: Console, model: str, port: int, options: argparse.Namespace
             "C part shared": run(bars, "C warm: the first part", {**second, "mode": "longest"}),
         }
         a, b, c = runs.values()
-        plain = run(bars, "A, B without Pion", {**first, "mode": "reference", "splits": a["splits"]})
-        other_plain = run(bars, "C without Pion", {**second, "mode": "reference", "splits": c["splits"]})
+        plain = run(bars, "plain A, B: no Pion", {**first, "mode": "reference", "splits": a["splits"]})
+        other_plain = run(bars, "plain C: no Pion", {**second, "mode": "reference", "splits": c["splits"]})
     for result, reference in ((a, plain), (b, plain), (c, other_plain)):
         result["agrees"] = result["tokens"] == reference["tokens"]
         result["speed_up"] = reference["ttft_s"] / result["ttft_s"]
-    return {"A, B without Pion": plain, "C without Pion": other_plain, **runs}
+    return {"plain A, B": plain, "plain C": other_plain, **runs}
 
 
 def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -143,9 +145,13 @@ def _bars(console: Console) -> Progress:
     )
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms" if seconds < SHOW_SECONDS_FROM_S else f"{seconds:,.1f} s"
+
+
 def show(console: Console, runs: dict[str, dict[str, Any]], receipt: dict[str, Any], new_tokens: int) -> None:
     """The table, the answers and the receipt."""
-    caption = f"agree: the first {new_tokens} greedy tokens are those of the run without Pion"
+    caption = f"plain: without Pion; agree: the first {new_tokens} greedy tokens are those of plain"
     table = Table(title="Time to first token (TTFT), each row a process of its own", caption=caption)
     table.add_column("process", no_wrap=True)
     for heading in ("prompt", "from Pion", "evaluated", "TTFT", "speed-up"):
@@ -157,7 +163,7 @@ def show(console: Console, runs: dict[str, dict[str, Any]], receipt: dict[str, A
             f"{result['prompt_tokens']:,}",
             f"{result['restored']:,}",
             f"{result['evaluated']:,}",
-            f"{result['ttft_s'] * 1000:,.0f} ms",
+            _time(result["ttft_s"]),
             f"{result['speed_up']:.1f} x" if "speed_up" in result else "",
             {True: "yes", False: "NO", None: ""}[result.get("agrees")],
         )
