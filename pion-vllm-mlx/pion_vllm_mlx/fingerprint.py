@@ -18,7 +18,6 @@ import hashlib
 import json
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, Final
 
 import attrs
@@ -60,7 +59,8 @@ class Fingerprint:
     def current(self) -> Identity:
         """The identity of the model as it is now."""
         with self._lock:
-            leaves = list(_leaves(self._model, ""))
+            leaves: list[tuple[str, Any]] = []
+            _collect(self._model, "", leaves)
             if self._identity is None or not self._unchanged(leaves):
                 self._identity = _identify(self._model, leaves)
                 self._seen = [(path, _reference(value)) for path, value in leaves]
@@ -100,22 +100,22 @@ def _reference(value: Any) -> Any:
     return weakref.ref(value) if isinstance(value, mx.array) else value
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every array and every plain setting below a module, with its path; underscored arrays (rope tables) too."""
+def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
+    """Append every array and plain setting below a module, with its path; underscored arrays (rope tables) too."""
     if isinstance(node, mx.array):
-        yield path, node
+        leaves.append((path, node))
         return
     if isinstance(node, nn.Module):
-        yield f"{path}!", type(node).__qualname__
+        leaves.append((f"{path}!", type(node).__qualname__))
         for name, value in vars(node).items():
             if name not in IGNORED_SETTINGS and _plain(value):
-                yield f"{path}!{name}", value
+                leaves.append((f"{path}!{name}", value))
     if isinstance(node, dict):
         for name in node:
-            yield from _leaves(node[name], f"{path}.{name}")
+            _collect(node[name], f"{path}.{name}", leaves)
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            yield from _leaves(value, f"{path}.{index}")
+            _collect(value, f"{path}.{index}", leaves)
 
 
 def _plain(value: Any) -> bool:

@@ -74,10 +74,10 @@ class Codec(Protocol):
 
 
 class BlankSlot(Protocol):
-    """A cache being restored. `keys` and `values` are views `[heads, tokens, head_dim]` to be filled."""
+    """A cache being restored."""
 
-    keys: npt.NDArray[Any]
-    values: npt.NDArray[Any]
+    def side(self, index: int) -> npt.NDArray[Any]:
+        """Keys (0) or values (1) as a view `[heads, tokens, head_dim]` to be filled."""
 
     def finish(self) -> Any:
         """The cache. The views must not be used any more."""
@@ -122,8 +122,12 @@ class _BlankKV:
         # bfloat16 memory is made as uint16, which NumPy can see; `finish` gives it its type without a copy.
         raw = mx.uint16 if shape.dtype == "bf16" else self._dtype
         self._arrays = [mx.zeros((1, side.heads, capacity, side.head_dim), raw) for side in (shape.keys, shape.values)]
-        mx.eval(self._arrays)
-        self.keys, self.values = (np.asarray(memoryview(array))[0, :, :tokens] for array in self._arrays)
+        # MLX clears the memory in a thread of its own, while the first rows are on their way.
+        mx.async_eval(self._arrays)
+
+    def side(self, index: int) -> npt.NDArray[Any]:
+        """See BlankSlot."""
+        return np.asarray(memoryview(self._arrays[index]))[0, :, : self._tokens]
 
     def finish(self) -> Any:
         cache = KVCache()
@@ -133,7 +137,7 @@ class _BlankKV:
         mx.eval(cache.keys, cache.values)
         cache.offset = self._tokens
         # A second reference to the memory would make MLX copy all of it at the first generated token.
-        del self._arrays, self.keys, self.values
+        del self._arrays
         return cache
 
 

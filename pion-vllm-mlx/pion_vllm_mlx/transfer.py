@@ -59,6 +59,7 @@ class _Receiver:
         self.received = 0
         self._blanks: list[BlankSlot] = []
         self._buffer = np.empty(0, np.uint8)
+        self._target: np.ndarray[Any, Any] = self._buffer
         self._index = -1
         self._row = 0
         self._rows = 0
@@ -74,10 +75,9 @@ class _Receiver:
             if nbytes != self._tokens * row_bytes:
                 msg = f"layer {index // 2} came with {nbytes} bytes instead of {self._tokens} rows of {row_bytes}"
                 raise RejectedPrefixError(msg)
-            if not index % 2:
-                blank = CODECS_BY_KIND[slot.kind].blank(slot, self._tokens, self._capacity)
-                self._blanks.append(blank)
-            self._index, self._row = index, 0
+            if not self._blanks:
+                self._blanks = [CODECS_BY_KIND[s.kind].blank(s, self._tokens, self._capacity) for s in self._slots]
+            self._index, self._row, self._target = index, 0, self._blanks[index // 2].side(index % 2)
         self._rows = min(max(1, RECEIVE_BYTES // row_bytes), self._tokens - self._row)
         size = self._rows * row_bytes
         if len(self._buffer) < size:
@@ -87,18 +87,16 @@ class _Receiver:
     def done(self, index: int) -> None:
         slot = self._slots[index // 2]
         side = slot.values if index % 2 else slot.keys
-        blank = self._blanks[index // 2]
-        target = (blank.values if index % 2 else blank.keys)[:, self._row : self._row + self._rows]
         bits = np.dtype(self._bits(index))
         raw = self._buffer[: self._rows * side.width * bits.itemsize].view(bits)
         rows = _as_type(raw, self._wire_type(index), slot.dtype).reshape(self._rows, side.heads, side.head_dim)
-        target[...] = rows.transpose(1, 0, 2)
+        self._target[:, self._row : self._row + self._rows] = rows.transpose(1, 0, 2)
         self._row += self._rows
         self.received += raw.nbytes
 
     def caches(self) -> list[Any]:
-        if len(self._blanks) != len(self._slots) or self._row != self._tokens:
-            msg = f"the prefix has {len(self._blanks)} layers, the model {len(self._slots)}"
+        if self._index != 2 * len(self._slots) - 1 or self._row != self._tokens:
+            msg = f"the prefix has {self._index // 2 + 1} layers, the model {len(self._slots)}"
             raise RejectedPrefixError(msg)
         return [blank.finish() for blank in self._blanks]
 
