@@ -23,6 +23,9 @@ REAPER_INTERVAL_S: Final = 0.2
 REAPER_BATCH: Final = 500
 """Units dropped before the loop is given to others: about a millisecond."""
 
+REAPER_TOUCHES: Final = 2000
+"""Noted uses brought into the eviction order before the loop is given to others: about a millisecond."""
+
 
 @attrs.define(eq=False)
 class Reaper:
@@ -53,6 +56,8 @@ class Reaper:
         """
         store = self._services.vstore
         while store.drop_expired(REAPER_BATCH) == REAPER_BATCH:
+            await trio.lowlevel.checkpoint()
+        while store.policy.settle(REAPER_TOUCHES):
             await trio.lowlevel.checkpoint()
         store.drop_stalled()
         store.trim_sessions(REAPER_BATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pion.storage.eviction import STALE_SLACK, LeastRecentlyUsed, choose
+from pion.storage.eviction import MAX_NOTES, STALE_SLACK, LeastRecentlyUsed, choose
 from pion.storage.formats import get_format
 from pion.storage.schema import Schema
 from pion.storage.unit import Unit
@@ -67,3 +67,20 @@ def test_choose_is_all_or_nothing() -> None:
     assert choose(policy, 2, {lone}) == [pair]
     assert choose(policy, 2, {pair}) is None
     assert choose(policy, 4, ()) is None
+
+
+def test_notes_are_bounded_and_keep_their_order() -> None:
+    policy = LeastRecentlyUsed()
+    units = [unit(str(index)) for index in range(7)]
+    for turn in range(20_000):
+        policy.touch(units[turn * 3 % 7])
+    assert len(policy._notes) <= MAX_NOTES
+    for turn in range(MAX_NOTES):
+        policy.touch(units[turn % 7])
+    assert len(policy._notes) <= MAX_NOTES
+    assert policy.settle(10)
+    assert names(policy) == [str((MAX_NOTES + index) % 7) for index in range(7)]
+    assert not policy.settle(10)
+    policy.touch(units[0])
+    policy.remove(units[0])
+    assert "0" not in names(policy)
