@@ -100,6 +100,7 @@ class PionPromptCache:
         self._slots: tuple[SlotShape, ...] = probe(model)
         self._layout = Layout.of(self._slots, vquant, boundary_protect)
         self._fingerprint = Fingerprint(model)
+        self._fingerprint.current()  # now, while the model has just been loaded, rather than in the first answer
         self._tokenizer_hash = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         self._adapter_path = None if adapter_path is None else str(adapter_path)
         self._step = prefill_step
