@@ -1,8 +1,8 @@
 """Which unit makes room for another. The store asks a policy; here is the exact least-recently-used one.
 
 Evictable units are in a doubly linked list from the least to the most recently used, so a touch is O(1). Pinned,
-pending and parent units are not in it. A unit that becomes evictable again (unpinned, its last child gone) keeps its old
-place in time: it waits in a small heap by its stamp until it is touched or chosen.
+pending and parent units are not in it. A unit that becomes evictable again (unpinned, its last child gone) keeps its
+old place in time: it waits in a small heap by its stamp until it is touched or chosen.
 
 A touch is only noted at first. Moving a unit in the list reaches into its two neighbours, which among a million units
 are not in the processor's cache; so that is done later, in the order of the notes: by the reaper, and before a victim

@@ -14,7 +14,9 @@ class Journal(Protocol):
     def append(self, change: Change) -> Awaitable[None] | None:
         """Queue one change; can't block and can't fail.
 
-        What it returns is awaited by the handler before it replies; cancelling that wait does not undo the change.
+        What it returns is awaited by the handler before it replies; cancelling that wait does not undo the change. It
+        may also be thrown away (an eviction waits with the change that needed it, an expiry is awaited by nobody), so
+        it can't be a coroutine.
         """
 
     @property

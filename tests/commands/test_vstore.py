@@ -397,3 +397,33 @@ def test_rows_being_sent_stay_whole_and_charged(kv) -> None:
     del reply, converted
     gc.collect()
     assert ledger.charged_bytes == ledger.sending_bytes == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["drop", "other shape", "same shape", "complete", "owned"])
+async def test_what_changes_while_rows_are_converted_is_checked_again(kv, monkeypatch, meanwhile) -> None:
+    """Rows of 300 KiB are converted in a thread; the store must hold for the state after that."""
+    tokens, dim = 300, 256
+    rows = np.ones((tokens, dim), np.float32)
+    call(kv, "V.CREATE", "a_pk", dim, "VQUANT", "fp16")
+    other = kv.client()
+
+    async def in_thread(context, function, *args):
+        if meanwhile not in ("complete", "owned"):
+            call(kv, "V.DROP", "a_pk")
+        if meanwhile.endswith("shape"):
+            call(kv, "V.CREATE", "a_pk", dim, "VQUANT", "fp16" if meanwhile == "same shape" else "bf16")
+        if meanwhile in ("complete", "owned"):
+            call(other, "KV.PREFIX.REGISTER", "a", dim, "fp16", "LAYERS", int(meanwhile == "owned"), "TOKENS", 1)
+        return function(*args)
+
+    monkeypatch.setattr(type(kv.context), "in_thread", in_thread)
+    reply = plain(await kv.call("V.STOREBATCH", "a_pk", 0, 0, tokens, memoryview(rows.tobytes())))
+    assert {
+        "drop": reply == "-ERR no session 'a_pk'",
+        "other shape": reply.startswith("-ERR the session was made anew"),
+        "same shape": reply == "OK",
+        "complete": reply.startswith("-EXISTS"),
+        "owned": reply.startswith("-BUSY"),
+    }[meanwhile]
+    stored = any(unit["rows0"] for unit in snapshot(kv.services.vstore).values())
+    assert stored == (meanwhile == "same shape")

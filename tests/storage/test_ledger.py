@@ -115,6 +115,6 @@ MEASURE = """
 def test_fixed_costs_are_what_they_cost(what: str) -> None:
     """The small objects of a store of nothing but small things weigh what is charged for them."""
     code = textwrap.dedent(MEASURE)
-    done = subprocess.run([sys.executable, "-c", code, what, "40000"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, what, "15000"], capture_output=True, text=True, check=True)
     ratio = float(done.stdout)
     assert 0.8 <= ratio <= 1.10, ratio
