@@ -438,6 +438,6 @@ def snapshot_rows(store: VStore) -> dict[str, dict[tuple[int, int], bytes]]:
 
 
 Machine.TestCase.settings = settings(
-    max_examples=600, stateful_step_count=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=60, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 TestKvMachine = Machine.TestCase
