@@ -1,6 +1,6 @@
 """Pion for mlx-lm: prompt caches computed once, used by every process.
 
-Import this before `mlx`: on Linux it loads the BLAS that makes MLX fast (see `pion.compute.device`).
+On Linux this loads the BLAS that makes MLX fast (see `pion.compute.device`), best before `mlx` is imported.
 """
 
 from __future__ import annotations

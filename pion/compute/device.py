@@ -8,6 +8,8 @@ imports `mlx` calls it first. On macOS MLX uses Metal and Accelerate and there i
 OpenBLAS is partly Fortran and wants `libgfortran.so.5`, which a fresh machine may lack. The wheels of MLX and NumPy
 carry that library under a name of their own; `prepare()` then loads a copy in memory that has its usual name again.
 
+A program that imported MLX first has it bound to the reference BLAS; `rebind.py` then redirects the matrix products.
+
 Nothing here imports MLX until `report()` is called.
 """
 
@@ -24,12 +26,19 @@ from typing import Final
 
 import attrs
 
+from pion.compute.rebind import RebindError, loaded, rebind
+
 OPENBLAS_DISTRIBUTION: Final = "cmeel-openblas"
 OPENBLAS_FILE: Final = "cmeel.prefix/lib/libopenblas.so.0"
 FORTRAN_SONAME: Final = b"libgfortran.so.5"
 FORTRAN_WHEELS: Final = (("mlx-cpu", "mlx_cpu.libs"), ("numpy", "numpy.libs"))
 """Distributions that bundle a Fortran runtime, and the folder beside the package where they keep it."""
 
+
+MATRIX_PRODUCTS: Final = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+"""The functions that matter: what MLX calls for every layer of a model."""
+
+IMPORT_FIRST: Final = "import pion_vllm_mlx, or call pion.compute.device.prepare(), before mlx"
 
 MIB: Final = 1 << 20
 
@@ -45,8 +54,8 @@ KEEPING_MALLOC_OPTIONS: Final = (
 class Blas:
     """How `prepare()` went.
 
-    Fields: `state` is "openblas" (loaded in time), "system" (macOS: Accelerate), "late" (MLX was imported before, so it
-    keeps its own BLAS) or "missing"; `detail` says the rest to a person; `path` is the library loaded, if one was.
+    Fields: `state` is "openblas" (in use), "system" (macOS: Accelerate), "late" (MLX was imported before, and could not
+    be pointed at it any more) or "missing"; `detail` says the rest to a person; `path` is the library in use.
     """
 
     state: str
@@ -67,7 +76,8 @@ def prepare() -> Blas:
     """Load the fast BLAS, once per process, before MLX is imported.
 
     Never raises for a missing or unloadable library: MLX still works, slowly, and the result says why. Threads may call
-    it at the same time. If MLX was imported already nothing is loaded and the state is "late".
+    it at the same time. If MLX was imported already, its calls are redirected (see `rebind.py`), else the state is
+    "late".
     """
     global _prepared  # a library is loaded into the process, not into an object
     with _lock:
@@ -82,9 +92,6 @@ def _load(platform: str, *, mlx_imported: bool) -> Blas:
         return Blas("system", "Accelerate and Metal, part of macOS")
     if not platform.startswith("linux"):
         return Blas("missing", f"no fast BLAS is known for {platform}")
-    if mlx_imported:
-        return Blas("late", "mlx was imported before pion.compute.device.prepare(): it keeps the reference BLAS; "
-                            "call prepare() or import pion_vllm_mlx first")  # fmt: skip
     try:
         path = Path(str(metadata.distribution(OPENBLAS_DISTRIBUTION).locate_file(OPENBLAS_FILE)))
     except metadata.PackageNotFoundError:
@@ -93,7 +100,19 @@ def _load(platform: str, *, mlx_imported: bool) -> Blas:
         _load_openblas(path)
     except OSError as error:
         return Blas("missing", f"{path.name} can't be loaded: {error}")
+    if mlx_imported:
+        try:
+            _rebind_mlx(path)
+        except RebindError as error:
+            return Blas("late", f"mlx was imported before Pion and keeps the reference BLAS ({error}); {IMPORT_FIRST}")
     return Blas("openblas", _openblas_text(path), path)
+
+
+def _rebind_mlx(openblas: Path) -> None:
+    """MLX was imported first: its matrix products are bound to the reference BLAS already. Raises RebindError."""
+    library, base = loaded("libmlx.so")
+    reference, _ = loaded("libblas")
+    rebind(library, base, MATRIX_PRODUCTS, reference, openblas)
 
 
 def _load_openblas(path: Path) -> None:

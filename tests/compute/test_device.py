@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pion.compute import device
+from pion.compute.rebind import RebindError, _slots, loaded
 
 LINUX = sys.platform.startswith("linux")
 
@@ -49,9 +50,14 @@ def test_an_unknown_platform_is_said_to_be_slow():
 
 
 def test_too_late_is_a_report_not_a_failure(monkeypatch):
-    monkeypatch.setattr(device, "_load_openblas", pytest.fail)
+    def refuse(path):
+        raise RebindError("bound to something else")
+
+    monkeypatch.setattr(device, "_load_openblas", lambda path: None)
+    monkeypatch.setattr(device, "_rebind_mlx", refuse)
     blas = device._load("linux", mlx_imported=True)
-    assert (blas.state, blas.fast) == ("late", False)
+    assert (blas.state, blas.fast, blas.path) == ("late", False, None)
+    assert "bound to something else" in blas.detail
     assert "prepare()" in blas.detail
 
 
@@ -119,6 +125,7 @@ def test_mlx_computes_with_openblas():
     code = """
 import ctypes
 from pion.compute import device
+from pion.compute.rebind import RebindError, _slots, loaded
 blas = device.prepare()
 assert blas.state == "openblas", blas
 assert device.prepare() is blas
@@ -132,9 +139,50 @@ print(ours == seen, (a @ a.T).tolist(), device.report()[0])
 
 
 @pytest.mark.skipif(not LINUX, reason="on macOS there is nothing to load")
-def test_importing_mlx_first_is_reported():
-    code = "import mlx.core; from pion.compute import device; print(device.prepare().state, device.report()[0][1])"
-    assert python(code) == "late late"
+def test_importing_and_using_mlx_first_is_made_good():
+    """As in the Quick Start, which imports mlx_lm before pion_vllm_mlx. The products that follow are OpenBLAS's."""
+    code = """
+import mlx.core as mx
+a = mx.arange(6, dtype=mx.float32).reshape(2, 3)
+mx.eval(a @ a.T)
+from pion.compute import device, rebind
+import ctypes
+blas = device.prepare()
+library, base = rebind.loaded("libmlx.so")
+slots = dict(rebind._slots(library))
+openblas = ctypes.CDLL(str(blas.path))
+for name in device.MATRIX_PRODUCTS:
+    bound = ctypes.c_uint64.from_address(base + slots[name]).value
+    assert bound == ctypes.cast(getattr(openblas, name), ctypes.c_void_p).value, name
+print(blas.state, (a @ a.T).tolist(), device.report()[0][1])
+"""
+    assert python(code) == "openblas [[5.0, 14.0], [14.0, 50.0]] openblas"
+
+
+@pytest.mark.skipif(not LINUX, reason="on macOS there is nothing to load")
+def test_what_is_bound_to_something_else_is_left_alone():
+    code = """
+import mlx.core as mx
+from pion.compute import device, rebind
+import ctypes, pathlib
+from importlib import metadata
+openblas = pathlib.Path(metadata.distribution(device.OPENBLAS_DISTRIBUTION).locate_file(device.OPENBLAS_FILE))
+device._load_openblas(openblas)
+library, base = rebind.loaded("libmlx.so")
+reference, _ = rebind.loaded("libblas")
+slots = dict(rebind._slots(library))
+def bound():
+    return [ctypes.c_uint64.from_address(base + slots[name]).value for name in device.MATRIX_PRODUCTS]
+before = bound()
+for names, old in ((("cblas_sgemm", "printf"), reference), (("cblas_sgemm", "no_such"), reference),
+                   (("cblas_sgemm",), openblas), (("cblas_sgemm",), pathlib.Path("/no/such/library"))):
+    try:
+        rebind.rebind(library, base, names, old, reference)
+    except rebind.RebindError as error:
+        print(str(error).replace("\\n", " ")[:40])
+assert bound() == before
+"""
+    assert len(python(code).splitlines()) == 4
 
 
 @pytest.mark.skipif(not LINUX, reason="glibc")
@@ -143,6 +191,7 @@ def test_freed_memory_is_kept_when_asked_for():
     code = """
 import ctypes
 from pion.compute import device
+from pion.compute.rebind import RebindError, _slots, loaded
 if {keep}:
     assert device.keep_freed_memory()
 libc = ctypes.CDLL(None)
@@ -158,6 +207,25 @@ print(resident() - before > 10 << 20)
 """
     assert python(code.format(keep=True)) == "True"
     assert python(code.format(keep=False)) == "False"
+
+
+def test_a_loaded_library_is_found_by_its_name():
+    maps = (
+        "7f10-7f20 r-xp 00002000 08:01 1 /usr/lib/libblas-1.so\n7f00-7f10 r--p 00000000 08:01 1 /usr/lib/libblas-1.so\n"
+        "7f30-7f40 rw-p 00000000 00:00 0 \n7f50-7f60 r--p 00000000 08:01 2 /with space/libmlx.so\n"
+    )
+    assert loaded("libblas", maps) == (Path("/usr/lib/libblas-1.so"), 0x7F00)
+    assert loaded("libmlx.so", maps) == (Path("/with space/libmlx.so"), 0x7F50)
+    with pytest.raises(RebindError, match="no libother"):
+        loaded("libother", maps)
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\x01\x01" + bytes(80), b"\x7fELF\x02\x01" + bytes(80), b"text" * 30])
+def test_files_that_are_no_such_library_are_refused(tmp_path, content):
+    path = tmp_path / "lib.so"
+    path.write_bytes(content)
+    with pytest.raises(RebindError, match=r"lib\.so"):
+        list(_slots(path))
 
 
 def test_keeping_memory_is_linux_only(monkeypatch):
