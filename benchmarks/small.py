@@ -35,8 +35,8 @@ METHOD = (
     "many bytes as Pion does, parsing nothing. bare Trio sockets: the same, but non-blocking recv and send come first.",
     "MEMBERSHIP: K = N = 1,562 hashes, the probes shuffled, half of them in the table.",
     "pipelined: redis-benchmark -P 100 -c 1 on one core, the server on the other; median of interleaved runs.",
-    "under load: a second client stores and fetches 32 MiB values without a pause while a PING is sent every 1 ms; the "
-    "latency of one that is held up counts from when it was due. Both clients share a core, the server has the other.",
+    "under load: a second client stores and fetches 32 MiB values without a pause while a PING is sent every 1 ms; one "
+    "that takes longer also counts for those that were due meanwhile. Both clients share a core, the server has one.",
     "A ratio is Pion's p50 over the other's.",
 )
 
