@@ -40,6 +40,11 @@ ARGUMENT_OVERHEAD_BYTES: Final = 56
 MANY_ARGUMENTS: Final = 16
 """From here on, taking arguments in one pass is worth splitting the rest of the chunk."""
 
+SPARSE_BYTES: Final = 2048
+SPARSE_LINES: Final = 4
+"""A longer chunk with fewer line ends than this in a quarter of it, taken from its middle, is mostly one argument:
+looking for line ends in all of its bytes (1 ns each) would cost more than going header by header."""
+
 
 class Refused(list[Buffer]):
     """A request whose payload did not fit the receive budget. `argv` is incomplete; `nbytes` was asked for."""
@@ -195,7 +200,12 @@ class RespParser:
     def _walk(self, found: list[Request], limit: int) -> None:
         lines = self._lines
         if not lines:
-            lines = self._lines = self._data.split(b"\r\n")
+            data = self._data
+            middle = len(data) // 2
+            if len(data) > SPARSE_BYTES and data.count(b"\r\n", middle, middle + SPARSE_BYTES // 4) < SPARSE_LINES:
+                self._leave_walk()
+                return
+            lines = self._lines = data.split(b"\r\n")
             self._index = 0
         self._index = walk(lines, self._index, limit, found)  # type: ignore[arg-type]  # bytes are buffers
         if self._index == len(lines) - 1 and not lines[-1]:  # the chunk ends with a request, as most do
