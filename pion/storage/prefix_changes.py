@@ -155,6 +155,7 @@ def _declare(store: VStore, unit: Unit, declared: Declaration, owner: int) -> No
     unit.declaration = declared
     pending = Pending(owner, missing, declared.states, store.clock.monotonic_s())
     unit.pending = pending
+    unit.refresh()
     store.pending.setdefault(owner, {})[unit] = None
     store.ledger.charge(pending.cost)
     complete_if_done(store, unit)

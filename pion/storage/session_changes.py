@@ -47,6 +47,7 @@ def add_side(store: VStore, unit: Unit, side: Side, schema: Schema) -> None:
         unit.v_schema = schema
     else:
         unit.k_schema = schema
+    unit.refresh()
     store.sessions += 1
     if unit.sessions == 2:
         store.whole += 1
@@ -66,6 +67,7 @@ def remove_side(store: VStore, unit: Unit, side: Side) -> None:
         unit.v_schema = unit.v_rows = None
     else:
         unit.k_schema = unit.k_rows = None
+    unit.refresh()
     store.sessions -= 1
 
 
@@ -167,6 +169,7 @@ def forget_pending(store: VStore, unit: Unit) -> None:
     if pending is None:
         return
     unit.pending = None
+    unit.refresh()
     owned = store.pending[pending.owner]
     del owned[unit]
     if not owned:

@@ -112,6 +112,7 @@ class Unit:
         "offset",
         "older",
         "parent",
+        "partial",
         "pending",
         "pinned",
         "prefill_ms",
@@ -133,6 +134,8 @@ class Unit:
         self.registered = False
         self.declaration: Declaration | None = None
         self.pending: Pending | None = None
+        self.partial = True
+        """Pending, or a side is missing: all that LOOKUP has to read. Kept right by `refresh`."""
         self.parent: Unit | None = None
         self.offset = 0
         self.children: dict[Unit, None] | None = None
@@ -147,6 +150,10 @@ class Unit:
         self.newer: Unit | None = None
         self.stamp = 0
         self.standing = 0
+
+    def refresh(self) -> None:
+        """Set `partial` after a side or `pending` has changed."""
+        self.partial = self.pending is not None or self.k_schema is None or self.v_schema is None
 
     def schema(self, side: Side) -> Schema | None:
         """The shape of one side, None if that session does not exist."""

@@ -114,7 +114,7 @@ class VStore:
     def visible(self, ns: bytes) -> Unit | None:
         """The prefix that LOOKUP answers +HIT for: both sides are there, it is not pending and has not expired."""
         unit = self.prefixes.get(ns)
-        if unit is None or unit.pending is not None or unit.v_schema is None or unit.k_schema is None:
+        if unit is None or unit.partial:
             return None
         if unit.parent is None and not unit.expires_s:
             return unit
