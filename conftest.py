@@ -1,15 +1,12 @@
 """For all suites: importing mlx-lm must not lower the open-file limit of the servers that tests start.
 
 mlx-lm sets soft and hard limit of its process to fixed numbers when it is imported, and child processes inherit that.
+This file is loaded before the other conftest files, one of which imports it.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from unittest import mock
-
-import pytest
 
 _setrlimit = resource.setrlimit
 
@@ -20,8 +17,4 @@ def _keep_hard_limit(kind: int, limits: tuple[int, int]) -> None:
         _setrlimit(kind, limits)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionstart() -> Iterator[None]:
-    """From before the collection, which imports, to the end of the process."""
-    mock.patch("resource.setrlimit", _keep_hard_limit).start()
-    return (yield)
+resource.setrlimit = _keep_hard_limit
