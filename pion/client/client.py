@@ -86,6 +86,22 @@ class PionClient:
         )
         self._lines = Lines(self._settings)
 
+    @property
+    def deadline_s(self) -> float | None:
+        """Longest time for one whole exchange, in seconds; None, the default, for no limit.
+
+        `timeout_s` ends a silence only: a server that sends a byte now and then is never silent. What comes after the
+        deadline raises `ReplyTimeoutError`. A `wait_ms` is added to it. It may be set between calls, and holds for
+        those that begin afterwards. (With Trio use `trio.fail_after`.)
+        """
+        return self._lines.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, value: float | None) -> None:
+        if value is not None and not value > 0:
+            raise ValueError(f"deadline_s must be over 0, not {value!r}")
+        self._lines.deadline_s = value
+
     def __enter__(self) -> PionClient:
         return self
 
@@ -338,8 +354,8 @@ class PionClient:
         """The META blob, or None if there is none."""
         return self._call(commands.prefix_meta(ns))
 
-    def prefix_chain(self, ns: Name) -> list[Segment]:
-        """The segments of a chain, from the root to `ns`."""
+    def prefix_chain(self, ns: Name) -> list[Segment] | None:
+        """The segments of a chain, from the root to `ns`; None if it isn't there or isn't complete yet."""
         return self._call(commands.prefix_chain(ns))
 
     def prefix_ttl(self, ns: Name) -> int:

@@ -276,7 +276,7 @@ def prefix_meta(ns: Name) -> Request[bytes | None]:
     return _read(to.bulk_or_none, "KV.PREFIX.META", ns)
 
 
-def prefix_chain(ns: Name) -> Request[list[Segment]]:
+def prefix_chain(ns: Name) -> Request[list[Segment] | None]:
     return _read(to.chain, "KV.PREFIX.CHAIN", ns)
 
 

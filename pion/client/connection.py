@@ -1,9 +1,9 @@
 """One connection of the synchronous client: a blocking socket on which exchanges run.
 
 The socket blocks, with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO), so that a large bulk is one system call:
-MSG_WAITALL straight into its memory, the interpreter lock released throughout. A pipeline sends without blocking and
-receives whenever sending would block. Whatever interrupts an exchange, KeyboardInterrupt included, closes the
-connection: the position in the stream is lost.
+MSG_WAITALL straight into its memory, the interpreter lock released throughout. While a pipeline is being sent the
+socket doesn't block, and the client receives whenever sending would. Whatever interrupts an exchange, KeyboardInterrupt
+included, closes the connection: the position in the stream is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -43,6 +44,8 @@ class Connection:
         self._settings = settings
         self._reader = ReplyReader(settings.max_reply_bytes)
         self._timeout_s: float | None = None
+        self._patience_s: float | None = None
+        self._deadline: float | None = None
         self.open = True
         self._sock = self._connect()
         try:
@@ -75,10 +78,20 @@ class Connection:
         return True
 
     def exchange(
-        self, requests: Sequence[Request[object]], *, wait_s: float = 0.0, stop_at_error: bool = False
+        self,
+        requests: Sequence[Request[object]],
+        *,
+        wait_s: float = 0.0,
+        deadline_s: float | None = None,
+        stop_at_error: bool = False,
     ) -> Exchange:
-        """An exchange for `run`, with time for a server that may wait `wait_s` before it answers."""
-        self._set_timeout(self._settings.patience_s(wait_s))
+        """The next exchange for `run`, with time for a server that may wait `wait_s` before it answers.
+
+        `deadline_s` from now (and `wait_s`) it must be complete, else `run` raises `ReplyTimeoutError`.
+        """
+        self._patience_s = self._settings.patience_s(wait_s)
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s + wait_s
+        self._set_timeout(self._patience_s)
         return Exchange(requests, self._reader, stop_at_error=stop_at_error)
 
     def run(self, exchange: Exchange) -> list[object]:
@@ -146,14 +159,32 @@ class Connection:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
         self._timeout_s = timeout_s
 
+    def _hurry(self) -> None:
+        """Never wait beyond the deadline. Raises `ReplyTimeoutError` once it has passed."""
+        if self._deadline is None:
+            return
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise self._late()
+        self._set_timeout(left_s if self._patience_s is None else min(left_s, self._patience_s))
+
     def _send(self, exchange: Exchange) -> None:
-        # A single request is taken in by the server before it answers, so a blocking send can't lock up.
-        flags = _DONTWAIT if exchange.pipelined else 0
+        if not exchange.pipelined:
+            # The server takes a single request in before it answers, so a blocking send can't lock up.
+            self._send_all(exchange)
+            return
+        # Not MSG_DONTWAIT: not every system heeds it when sending.
+        self._sock.setblocking(False)
+        self._send_all(exchange)
+        self._sock.setblocking(True)
+
+    def _send_all(self, exchange: Exchange) -> None:
         while exchange.sending:
+            self._hurry()
             try:
-                exchange.sent(self._sock.sendmsg(exchange.outgoing(), (), flags))
+                exchange.sent(self._sock.sendmsg(exchange.outgoing()))
             except BlockingIOError as error:
-                if not flags:
+                if not exchange.pipelined:
                     raise self._silent() from error
                 exchange.sent(0)
                 if self._wait() & _READABLE:
@@ -176,6 +207,7 @@ class Connection:
         reader = self._reader
         target = reader.target()
         data = b""
+        self._hurry()
         # Only the calls of the socket are guarded: an OSError of the caller's functions is the caller's.
         try:
             if target is not None:
@@ -199,7 +231,12 @@ class Connection:
         return True
 
     def _silent(self) -> ReplyTimeoutError:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return self._late()
         return ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s")
+
+    def _late(self) -> ReplyTimeoutError:
+        return ReplyTimeoutError(f"{self._settings.where} didn't complete its answer before the deadline")
 
     def _broken(self, error: OSError) -> ConnectionLostError:
         return ConnectionLostError(f"the connection to {self._settings.where} broke: {error}")

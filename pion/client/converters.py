@@ -167,7 +167,9 @@ def match(value: object) -> Match | None:
     return Match(bulk(parts[0]), integer(parts[1]), integer(parts[2]))
 
 
-def chain(value: object) -> list[Segment]:
+def chain(value: object) -> list[Segment] | None:
+    if value is None:
+        return None
     result = []
     for entry in array(value):
         parts = array(entry)

@@ -43,6 +43,8 @@ class Lines:
         self._lock = threading.Lock()
         self._main: Connection | None = None
         self._spare: list[Connection] = []
+        self.deadline_s: float | None = None
+        """Longest time of one exchange."""
         self._closings = 0
         """Calls of `close`: a connection from before one is not kept after it."""
         _ALL.add(self)
@@ -96,7 +98,7 @@ class Lines:
         with self._lock:
             connection = self._first(self._connected)
             try:
-                return connection.run(connection.exchange(requests))
+                return connection.run(connection.exchange(requests, deadline_s=self.deadline_s))
             except TransportError as error:
                 raise outcome_unknown("a pipeline", error) from error
 
@@ -108,7 +110,8 @@ class Lines:
             if answer is not Registered.OK or connection is None or not stores:
                 return Stored.STORED if answer is Registered.OK else Stored(answer.value)
             # The declared prefix belongs to this connection, so there is no second try on another one.
-            exchange = connection.exchange(cast("Sequence[Request[object]]", stores), stop_at_error=True)
+            requests = cast("Sequence[Request[object]]", stores)
+            exchange = connection.exchange(requests, deadline_s=self.deadline_s, stop_at_error=True)
             try:
                 return stored(stores, connection.run(exchange))
             except TransportError as error:
@@ -147,7 +150,9 @@ class Lines:
         while True:
             connection = self._first(connected)
             try:
-                exchange = connection.exchange([cast("Request[object]", request)], wait_s=request.wait_s)
+                exchange = connection.exchange(
+                    [cast("Request[object]", request)], wait_s=request.wait_s, deadline_s=self.deadline_s
+                )
                 return converted(request, connection.run(exchange)[0])
             except TransportError as error:
                 connection.close()

@@ -393,3 +393,37 @@ def test_closing_twice_and_using_it_again() -> None:
         client.ping()
         client.close()
         assert server.served == 2
+
+
+def trickle(peer: Peer) -> None:
+    """A byte now and then: never silent, never done."""
+    peer.request()
+    peer.send(b"$1000000\r\n")
+    while True:
+        peer.send(b"x")
+        time.sleep(0.02)
+
+
+def test_a_server_that_trickles_is_stopped_by_the_deadline() -> None:
+    with FakeServer(trickle) as server, client_of(server, retries=0) as client:
+        client.deadline_s = 0.3
+        with pytest.raises(errors.ReplyTimeoutError, match="deadline"):
+            client.prefix_meta("ns")
+        with pytest.raises(errors.ReplyTimeoutError, match="deadline"):
+            client.prefix_fetch("ns")
+        with pytest.raises(errors.OutcomeUnknownError, match="deadline"):
+            client.pipeline([("A",), ("B",)])
+
+
+def test_a_deadline_is_per_exchange_and_leaves_the_connection_usable() -> None:
+    with FakeServer(answer(b"+PONG\r\n")) as server, client_of(server) as client:
+        assert client.deadline_s is None
+        client.deadline_s = 10
+        for _ in range(3):
+            client.ping()
+        client.deadline_s = None
+        client.ping()
+        assert client._lines._main._timeout_s == 10
+        with pytest.raises(ValueError, match="deadline_s"):
+            client.deadline_s = 0
+        assert server.served == 1

@@ -265,6 +265,9 @@ async def test_chains(client: Any) -> None:
     assert keys.tobytes() == whole.keys.tobytes()
     assert values.tobytes() == whole.values.tobytes()
     assert await client.prefix_chain("leaf") == [Segment(b"root", 0, 4), Segment(b"leaf", 4, 2)]
+    await client.prefix_register("pending", 64, "fp32", layers=1, tokens=4)
+    assert await client.prefix_chain("pending") is None
+    assert await client.prefix_chain("no such prefix") is None
     with pytest.raises(errors.ServerError, match="CASCADE"):
         await client.prefix_drop("root")
     assert await client.prefix_drop("root", cascade=True) == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +50,28 @@ def test_a_pipeline_whose_replies_fill_every_buffer_does_not_lock_up() -> None:
     with FakeServer(script) as server, client_of(server) as client:
         replies = client.pipeline([("X", blob)] * 40)
         assert [len(item) for item in replies] == [1 << 20] * 40
+
+
+class Heedless(socket.socket):
+    """A system that ignores MSG_DONTWAIT when sending on a blocking socket, as macOS may."""
+
+    def sendmsg(self, buffers: object, ancillary: object = (), flags: int = 0) -> int:
+        return super().sendmsg(buffers, ancillary, flags & ~socket.MSG_DONTWAIT)
+
+
+def test_a_pipeline_does_not_rely_on_msg_dontwait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def script(peer: Peer) -> None:
+        for _ in requests(peer):
+            peer.send(bulk(bytes(1 << 20)))
+
+    path = str(tmp_path / "s")
+    blob = np.zeros(1 << 20, np.uint8)
+    with FakeServer(script, unix=path), PionClient(unix=path, timeout_s=3) as client:
+        monkeypatch.setattr(socket, "socket", Heedless)
+        assert len(client.pipeline([("X", blob)] * 10)) == 10
+        # And a single request afterwards blocks again.
+        assert client._lines._main._sock.gettimeout() is None
+        assert client.execute("X") == bytes(1 << 20)
 
 
 def test_a_pipeline_cut_short_gives_no_part_of_it() -> None:

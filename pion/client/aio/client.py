@@ -271,8 +271,8 @@ class PionClient:
         """The META blob, or None if there is none."""
         return await self._call(commands.prefix_meta(ns))
 
-    async def prefix_chain(self, ns: Name) -> list[Segment]:
-        """The segments of a chain, from the root to `ns`."""
+    async def prefix_chain(self, ns: Name) -> list[Segment] | None:
+        """The segments of a chain, from the root to `ns`; None if it isn't there or isn't complete yet."""
         return await self._call(commands.prefix_chain(ns))
 
     async def prefix_ttl(self, ns: Name) -> int:
