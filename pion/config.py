@@ -45,7 +45,7 @@ def option(
         "high": high,
         "choices": choices,
     }
-    return attrs.field(default=default, metadata=metadata)
+    return attrs.field(default=default, metadata=metadata, repr=not secret)
 
 
 @attrs.frozen(kw_only=True)
@@ -136,6 +136,7 @@ class Config:
         group="storage",
         unit="values",
         low=1,
+        high=16_777_216,
     )
     max_meta_bytes: int = option(
         16 * MIB,
@@ -224,6 +225,28 @@ class Config:
         high=31_536_000,
         mutable=True,
     )
+    min_receive_rate: int = option(
+        256 * KIB,
+        "when no memory is left to receive, clients that hold some and send (or read) slower than this are "
+        "disconnected; a mobile network is faster",
+        group="limits",
+        unit="bytes per second",
+        flag="min-receive-rate",
+        low=0,
+        high=GIB,
+        mutable=True,
+    )
+    max_exec_reply_bytes: int = option(
+        16 * MIB,
+        "replies that one EXEC keeps until its last command ran, without stored rows; "
+        "beyond it a command's reply is -OOM though it ran",
+        group="limits",
+        unit="bytes",
+        flag="max-exec-reply",
+        low=64 * KIB,
+        high=GIB,
+        mutable=True,
+    )
     max_queued_commands: int = option(
         10_000,
         "commands queued by one MULTI",
@@ -270,8 +293,9 @@ UNAUTHENTICATED_BULK_BYTES: Final = 16 * KIB
 UNAUTHENTICATED_ARGS: Final = 10
 """Before AUTH a client may send only what AUTH and HELLO need."""
 
-PAYLOAD_SLICE_BYTES: Final = MIB
-"""A transfer yields to other connections after this much, which keeps their PING under a millisecond."""
+PAYLOAD_SLICE_BYTES: Final = 512 * KIB
+"""A transfer yields to other connections after this much: half a millisecond, page faults of fresh memory included.
+Twice as much moves large values no faster, and adds half to the p99 of another client's PING."""
 
 SENDMSG_MAX_BUFFERS: Final = 1024
 """IOV_MAX on Linux and macOS; one more is EMSGSIZE."""
@@ -281,6 +305,21 @@ COMMANDS_PER_TURN: Final = 128
 
 CONVERT_IN_THREAD_BYTES: Final = 256 * KIB
 """Conversions of more than this leave the event loop: it is about a quarter of a millisecond of work."""
+
+CONVERSION_THREADS: Final = 4
+"""Threads that convert rows at once: a few fill the memory's bandwidth, more would only take the event loop's core."""
+
+TURN_NS: Final = 1_000_000
+"""Work of one connection before the others get the loop: what another client's PING may have to wait."""
+
+LONG_REPLY_ITEMS: Final = 1000
+"""An array of more items is encoded in turns: this many take about a third of a millisecond."""
+
+MAX_NAMES_PER_CALL: Final = 1024
+"""Names, patterns or ids in one call of COMMAND, CONFIG or CLIENT: each costs about a microsecond."""
+
+RECEIVE_GRACE_S: Final = 5.0
+"""A request holds its memory for this long before its rate counts: TCP starts slowly, and a model server pauses."""
 
 CONVERT_PIECE_BYTES: Final = MIB
 """A converted reply is made in pieces of at most this size, so that a slow reader holds one piece, not the whole."""

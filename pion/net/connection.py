@@ -9,7 +9,7 @@ No request pays for a timer. The table's watcher looks at each connection's `pha
 disconnects those without progress; an idle connection is closed by closing its transport, which wakes the waiting
 task.
 
-Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each MiB moved, the replies so far are
+Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each half MiB moved, the replies so far are
 sent and the loop runs the other tasks once.
 """
 
