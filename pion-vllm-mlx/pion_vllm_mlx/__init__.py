@@ -5,9 +5,13 @@ On Linux this loads the BLAS that makes MLX fast (see `pion.compute.device`), be
 
 from __future__ import annotations
 
+import logging
+
 from pion.compute import device
 
-device.prepare()  # before anything below imports mlx
+_blas = device.prepare()  # before anything below imports mlx
+if not _blas.fast:
+    logging.getLogger("pion.mlx").warning("matrix products will be slow: %s", _blas.detail)
 
 from pion_vllm_mlx.prompt_cache import PionPromptCache  # noqa: E402
 from pion_vllm_mlx.slots import UnsupportedCacheError  # noqa: E402

@@ -9,6 +9,7 @@ OpenBLAS is partly Fortran and wants `libgfortran.so.5`, which a fresh machine m
 carry that library under a name of their own; `prepare()` then loads a copy in memory that has its usual name again.
 
 A program that imported MLX first has it bound to the reference BLAS; `rebind.py` then redirects the matrix products.
+Products computed before and after that differ in their last bits.
 
 Nothing here imports MLX until `report()` is called.
 """
@@ -37,6 +38,9 @@ FORTRAN_WHEELS: Final = (("mlx-cpu", "mlx_cpu.libs"), ("numpy", "numpy.libs"))
 
 MATRIX_PRODUCTS: Final = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 """The functions that matter: what MLX calls for every layer of a model."""
+
+REBIND_TESTED: Final = "0.32."
+"""The versions of MLX whose calls may be redirected: those that the tests have done it with."""
 
 IMPORT_FIRST: Final = "import pion_vllm_mlx, or call pion.compute.device.prepare(), before mlx"
 
@@ -110,6 +114,10 @@ def _load(platform: str, *, mlx_imported: bool) -> Blas:
 
 def _rebind_mlx(openblas: Path) -> None:
     """MLX was imported first: its matrix products are bound to the reference BLAS already. Raises RebindError."""
+    found = version("mlx")
+    if not found.startswith(REBIND_TESTED):
+        msg = f"mlx {found} is not one of the versions this is tested with, {REBIND_TESTED}*"
+        raise RebindError(msg)
     library, base = loaded("libmlx.so")
     reference, _ = loaded("libblas")
     rebind(library, base, MATRIX_PRODUCTS, reference, openblas)
@@ -192,7 +200,7 @@ def report() -> tuple[tuple[str, str], ...]:
     try:
         core = import_module("mlx.core")
     except ImportError as error:
-        rows.append(("mlx", f"missing: {error} (pip install 'pion[mlx]')"))
+        rows.append(("mlx", f"missing: {error} (pip install -e 'pion-vllm-mlx/[mlx]')"))
     else:
         rows.append(("mlx", version("mlx")))
         rows.append(("device", str(core.default_device().type).removeprefix("DeviceType.")))

@@ -6,6 +6,7 @@ What loading does to a process can't be undone, so those tests run in processes 
 from __future__ import annotations
 
 import ctypes
+import struct
 import subprocess
 import sys
 from importlib import metadata
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pion.compute import device
-from pion.compute.rebind import RebindError, _slots, loaded
+from pion.compute.rebind import RebindError, _slots, loaded, rebind
 
 LINUX = sys.platform.startswith("linux")
 
@@ -59,6 +60,18 @@ def test_too_late_is_a_report_not_a_failure(monkeypatch):
     assert (blas.state, blas.fast, blas.path) == ("late", False, None)
     assert "bound to something else" in blas.detail
     assert "prepare()" in blas.detail
+
+
+@pytest.mark.skipif(not LINUX, reason="on macOS there is nothing to load")
+def test_a_slow_blas_is_a_warning_of_the_package():
+    code = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
+from pion.compute import device
+device._prepared = device.Blas("missing", "no such library")
+import pion_vllm_mlx
+"""
+    assert python(code) == "pion.mlx WARNING matrix products will be slow: no such library"
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -185,6 +198,83 @@ assert bound() == before
     assert len(python(code).splitlines()) == 4
 
 
+@pytest.mark.skipif(not LINUX, reason="on macOS there is nothing to load")
+def test_a_sealed_table_of_calls_is_neither_read_nor_written():
+    """As in a library linked with -z now; here the text of the maps says so."""
+    code = """
+import mlx.core as mx
+from pion.compute import device, rebind
+import pathlib
+from importlib import metadata
+openblas = pathlib.Path(metadata.distribution(device.OPENBLAS_DISTRIBUTION).locate_file(device.OPENBLAS_FILE))
+device._load_openblas(openblas)
+library, base = rebind.loaded("libmlx.so")
+reference, _ = rebind.loaded("libblas")
+maps = pathlib.Path("/proc/self/maps").read_text()
+slot = base + dict(rebind._slots(library))["cblas_sgemm"]
+sealed = f"{slot & -4096:x}-{(slot & -4096) + 4096:x} r--p 00000000 00:00 0\\n"
+for text in (sealed + maps, sealed.replace("r--p", "---p") + maps, ""):
+    try:
+        rebind.rebind(library, base, device.MATRIX_PRODUCTS, reference, openblas, maps=text)
+    except rebind.RebindError as error:
+        print(str(error)[:33])
+"""
+    first, second, third = python(code).splitlines()
+    assert first == "the table of calls is sealed (r--"
+    assert second == "the table of calls is sealed (---"
+    assert third.startswith("nothing is mapped at")
+
+
+def test_untested_versions_of_mlx_are_left_alone(monkeypatch):
+    monkeypatch.setattr(device, "_load_openblas", lambda path: None)
+    monkeypatch.setattr(device, "version", lambda name: "0.33.0")
+    monkeypatch.setattr(metadata, "distribution", lambda name: Found())
+    monkeypatch.setattr(device, "rebind", pytest.fail)
+    blas = device._load("linux", mlx_imported=True)
+    assert blas.state == "late"
+    assert "mlx 0.33.0 is not one" in blas.detail
+
+
+def elf(*, machine=62, plt_kind=7, relocation=7, first=0x400000):
+    """A library that calls one function, `product`, through a pointer at 0x3000; its first segment is at `first`."""
+    head = b"\x7fELF\x02\x01" + bytes(12) + struct.pack("<H", machine) + bytes(12) + struct.pack("<Q", 64) + bytes(14)
+    head += struct.pack("<HH", 56, 2) + bytes(6)
+    tables = 64 + 2 * 56
+    strings = b"\0product\0".ljust(16, b"\0")
+    symbols = bytes(24) + struct.pack("<I", 1) + bytes(20)
+    calls = struct.pack("<QQq", first + 0x3000, 1 << 32 | relocation, 0)
+    at = [first + tables, first + tables + 16, first + tables + 64]
+    tags = [(5, at[0]), (6, at[1]), (23, at[2]), (2, 24), (20, plt_kind), (0, 0)]
+    dynamic = b"".join(struct.pack("<QQ", *tag) for tag in tags)
+    body = strings + symbols + calls
+    size = tables + len(body) + len(dynamic)
+    programs = struct.pack("<IIQQQQQQ", 1, 4, 0, first, first, size, size, 4096)
+    programs += struct.pack("<IIQQQQQQ", 2, 4, tables + len(body), 0, 0, len(dynamic), len(dynamic), 8)
+    return head + programs + body + dynamic
+
+
+def test_pointers_count_from_the_first_address_wherever_the_file_wants_to_be(tmp_path):
+    path = tmp_path / "lib.so"
+    for first in (0, 0x400000):
+        path.write_bytes(elf(first=first))
+        assert list(_slots(path)) == [("product", 0x3000)]
+    path.write_bytes(elf(machine=183, relocation=1026))
+    assert list(_slots(path)) == [("product", 0x3000)]
+
+
+def test_only_pointers_for_calls_count(tmp_path):
+    path = tmp_path / "lib.so"
+    for options in ({"relocation": 37}, {"machine": 183, "relocation": 7}):
+        path.write_bytes(elf(**options))
+        assert list(_slots(path)) == []
+        with pytest.raises(RebindError, match="doesn't call product"):
+            rebind(path, 0, ["product"], path, path)
+    for options, problem in (({"plt_kind": 17}, "another kind"), ({"machine": 8}, "machine 8")):
+        path.write_bytes(elf(**options))
+        with pytest.raises(RebindError, match=problem):
+            list(_slots(path))
+
+
 @pytest.mark.skipif(not LINUX, reason="glibc")
 def test_freed_memory_is_kept_when_asked_for():
     """Resident memory after freeing 20 MiB: given back by default, kept when asked."""
@@ -248,6 +338,6 @@ def test_the_report_without_mlx_says_so(monkeypatch):
 
     monkeypatch.setattr(device, "import_module", absent)
     rows = dict(device.report())
-    assert rows["mlx"].startswith("missing: No module named 'mlx.core'")
+    assert rows["mlx"] == "missing: No module named 'mlx.core' (pip install -e 'pion-vllm-mlx/[mlx]')"
     assert "device" not in rows
     assert device.version("no-such-distribution") == "missing"
