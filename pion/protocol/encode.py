@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from pion.replies import NO_REPLY, Blob, Buffer, ErrorReply, Map, Simple, Stream
+from pion.replies import NO_REPLY, Blob, Buffer, ErrorReply, Map, Simple, Static, Stream
 
 Part: TypeAlias = Buffer | Stream
 
@@ -104,6 +104,15 @@ def _map(reply: Map, resp: int, out: list[Part]) -> None:
         encode(value, resp, out)
 
 
+def _static(reply: Static, resp: int, out: list[Part]) -> None:
+    wire = reply.wire.get(resp)
+    if wire is None:
+        parts: list[Any] = []
+        encode(reply.value, resp, parts)
+        wire = reply.wire[resp] = b"".join(parts)
+    out.append(wire)
+
+
 def _nothing(reply: object, resp: int, out: list[Part]) -> None:
     return
 
@@ -123,6 +132,7 @@ _ENCODERS: Final[dict[type, Callable[[Any, int, list[Part]], None]]] = {
     list: _array,
     tuple: _array,
     Map: _map,
+    Static: _static,
     type(NO_REPLY): _nothing,
 }
 

@@ -94,6 +94,22 @@ def _walk_alike(lines: list[bytes], index: int, count: int, most: int, found: li
     return most
 
 
+def whole_request(data: bytes) -> list[bytes] | None:
+    """The arguments of the one request that the chunk consists of; None if it is anything else.
+
+    The last argument, usually the long one, is not searched for line ends.
+    """
+    count = _count_of(data[: data.find(b"\r\n", 0, 8)])
+    if count is None:
+        return None
+    lines = data.split(b"\r\n", 2 * count)
+    arguments = lines[2::2]
+    if len(arguments) != count or not arguments[-1].endswith(b"\r\n"):
+        return None
+    arguments[-1] = arguments[-1][:-2]
+    return arguments if list(map(_length_of, lines[1::2])) == list(map(len, arguments)) else None
+
+
 def fitting_arguments(data: bytes, missing: int) -> tuple[list[bytes], int]:
     """The arguments at the start of `data` (at most `missing`) up to one that needs a closer look, and their end."""
     lines = data.split(b"\r\n", 2 * missing)
