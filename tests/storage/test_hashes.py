@@ -1,4 +1,4 @@
-"""Membership of block hashes against a plain set, and digests of hash lists against a plain loop."""
+"""Membership of block hashes against a plain set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pion.storage import hashes
-from pion.storage.hashes import Membership, prefix_digests
+from pion.storage.hashes import Membership
 
 MASK = 2**64 - 1
 few = st.integers(0, 5) | st.integers(MASK - 3, MASK) | st.integers(0, MASK)
@@ -60,7 +60,7 @@ def test_tables_of_every_kind(kind, count):
     member = Membership(table)
     probes = half_hits(table, 1562)
     assert member.bitmap(probes) == plain_bitmap(table, probes)
-    assert member._starts is not None
+    assert member._sorted is None
     assert member.nbytes <= 40 * count + 200
 
 
@@ -70,16 +70,21 @@ def test_colliding_hashes_fall_back_to_bisection(monkeypatch, count):
     monkeypatch.setattr(hashes, "_MULTIPLIERS", (1, 3, 5, 7))
     table = np.arange(count, dtype=np.uint64)
     member = Membership(table)
-    assert member._starts is None
+    assert member._sorted is not None
     probes = half_hits(table, 1562)
     assert member.bitmap(probes) == plain_bitmap(table, probes)
 
 
-def test_the_best_multiplier_is_taken(monkeypatch):
-    good = hashes._MULTIPLIERS[0]
-    monkeypatch.setattr(hashes, "_MULTIPLIERS", (1, good, 3))
-    member = Membership(np.arange(1000, dtype=np.uint64))
-    assert (int(member._multiplier), member._ways) == (good, 1)
+def test_other_multipliers_are_tried(monkeypatch):
+    """The first pair puts all of these into one place of each table."""
+    good = hashes._MULTIPLIERS[:2]
+    monkeypatch.setattr(hashes, "_MULTIPLIERS", (1, 3, *good))
+    table = np.arange(1000, dtype=np.uint64)
+    member = Membership(table)
+    assert member._sorted is None
+    assert (int(member._first.multiplier), int(member._second.multiplier)) == good
+    probes = half_hits(table, 500)
+    assert member.bitmap(probes) == plain_bitmap(table, probes)
 
 
 def test_empty_table_and_no_probes():
@@ -98,54 +103,3 @@ def test_the_table_may_change_afterwards():
     member = Membership(table)
     table[:] = 0
     assert member.contains(np.array([57], np.uint64)).all()
-
-
-# Digests --------------------------------------------------------------------------------------------------------------
-
-
-def plain_digests(values: list[int], block_size: int) -> list[int]:
-    total, out = 0, []
-    for index, value in enumerate(values):
-        term = ((index + 1) * 0x9E3779B97F4A7C15 + block_size * 0xD6E8FEB86659FD93 & MASK) ^ value
-        term = (term ^ term >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        term = (term ^ term >> 27) * 0x94D049BB133111EB & MASK
-        total = total + (term ^ term >> 31) & MASK
-        out.append(total)
-    return out
-
-
-@given(hash_arrays, st.sampled_from([1, 16, 64, 2**31 - 1]))
-def test_digests_against_a_loop(values, block_size):
-    assert prefix_digests(values, block_size).tolist() == plain_digests(values.tolist(), block_size)
-
-
-@given(hash_arrays, st.integers(0, 60))
-def test_a_continued_list_has_the_digests_of_the_whole(values, cut):
-    cut = min(cut, len(values))
-    whole = prefix_digests(values, 16)
-    seed = int(whole[cut - 1]) if cut else 0
-    assert prefix_digests(values[cut:], 16, seed, cut).tolist() == whole[cut:].tolist()
-
-
-def test_digests_depend_on_order_place_and_block_size():
-    values = np.random.default_rng(2).integers(0, 2**64, 1562, dtype=np.uint64)
-    base = prefix_digests(values, 16)
-    assert len(set(base.tolist())) == 1562
-    swapped = values.copy()
-    swapped[[3, 900]] = swapped[[900, 3]]
-    others = [
-        prefix_digests(swapped, 16)[3:],
-        prefix_digests(values, 32),
-        prefix_digests(values[1:], 16),
-        prefix_digests(np.concatenate([values[:1], values]), 16)[1:],
-        prefix_digests(np.zeros(1562, np.uint64), 16),
-    ]
-    for other in others:
-        assert not np.isin(other, base).any()
-    assert (prefix_digests(swapped, 16)[:3] == base[:3]).all()
-
-
-def test_digests_leave_their_input_alone():
-    values = np.arange(10, dtype=np.uint64)
-    prefix_digests(values, 16)
-    assert values.tolist() == list(range(10))
