@@ -84,16 +84,15 @@ class Fingerprint:
 
 def tokenizer_fingerprint(tokenizer: Any) -> bytes:
     """A digest of how text becomes token ids. Truncation and padding, which callers switch, are left out."""
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
-    backend = getattr(inner, "backend_tokenizer", None)
+    inner = getattr(tokenizer, "_tokenizer", None)  # of mlx-lm's wrapper; a fast tokenizer's own is the backend
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(inner, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
         state.pop("truncation", None)
         state.pop("padding", None)
-        text = json.dumps(state, sort_keys=True)
-    else:
-        text = json.dumps(sorted(inner.get_vocab().items()))
-    return digest_fields(type(inner).__name__, text)
+        return digest_fields("fast", json.dumps(state, sort_keys=True))
+    slow = inner if hasattr(inner, "get_vocab") else tokenizer
+    return digest_fields(type(slow).__name__, json.dumps(sorted(slow.get_vocab().items())))
 
 
 def _reference(value: Any) -> Any:
@@ -101,7 +100,10 @@ def _reference(value: Any) -> Any:
 
 
 def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
-    """Append every array and plain setting below a module, with its path; underscored arrays (rope tables) too."""
+    """Append every array and plain setting below a module, with its path; underscored arrays (rope tables) too.
+
+    Lists and dicts that a module holds are walked as modules are, to the plain values in them.
+    """
     if isinstance(node, mx.array):
         leaves.append((path, node))
         return
@@ -116,6 +118,8 @@ def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             _collect(value, f"{path}.{index}", leaves)
+    elif _plain(node):
+        leaves.append((path, node))
 
 
 def _plain(value: Any) -> bool:

@@ -100,8 +100,12 @@ class Context:
         *,
         tokenizer: bytes | None,
         adapter_path: str | None,
+        media: Sequence[bytes] = (),
     ) -> Context:
-        """The context of a model. `tokenizer` is its fingerprint, None when none was given."""
+        """The context of a model. `tokenizer` is its fingerprint, None when none was given.
+
+        `media` are digests of the images and sounds that the prompt's placeholder tokens stand for, in order.
+        """
         digest = digest_fields(
             "pion-mlx-context-1",
             identity.weights,
@@ -111,6 +115,7 @@ class Context:
             adapter_path,
             tokenizer,
             *layout.runs(slots),
+            *media,
         )
         return cls(digest, slots, layout)
 
@@ -137,8 +142,14 @@ class Context:
             "slots": [slot.describe() for slot in self.slots],
             "label": label,
         }
-        text = json.dumps(header, ensure_ascii=False).encode()
+        text = json.dumps(header).encode()
         return META_HEADER.pack(META_MAGIC, META_VERSION, 0, len(text)) + text + ids.tobytes()
+
+    def names(self, name: str | bytes, meta: bytes | None) -> bool:
+        """Whether `name` is the strict name of the prefix with this META: it can stand for nothing else, ever."""
+        stored = _stored_ids(meta, self.digest) if meta else None
+        text = name if isinstance(name, bytes) else name.encode(errors="replace")
+        return stored is not None and text == self.namespace(stored).encode()
 
     def common_tokens(self, meta: bytes | None, ids: TokenIds) -> int:
         """How many of the first tokens of `ids` the prefix with this META holds, computed in this very context.
@@ -162,7 +173,7 @@ def _stored_ids(meta: bytes, digest: bytes) -> TokenIds | None:
     try:
         header = json.loads(meta[META_HEADER.size : META_HEADER.size + size])
         context, tokens = header["context"], header["tokens"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     data = meta[META_HEADER.size + size :]
     if context != digest.hex() or not isinstance(tokens, int) or len(data) != tokens * 4:

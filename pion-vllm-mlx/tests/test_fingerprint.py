@@ -6,6 +6,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from pion_vllm_mlx.fingerprint import PIECES, WHOLE_BYTES, Fingerprint, tokenizer_fingerprint
@@ -133,9 +134,38 @@ def fast_tokenizer():
     return make
 
 
-def test_switching_padding_on_is_not_another_tokenizer(fast_tokenizer):
+@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, TokenizerWrapper])
+def test_switching_padding_on_is_not_another_tokenizer(fast_tokenizer, wrap):
     tokenizer = fast_tokenizer({"a": 0, "b": 1})
-    before = tokenizer_fingerprint(tokenizer)
+    before = tokenizer_fingerprint(wrap(tokenizer))
+    plain = tokenizer.backend_tokenizer.to_str()
     tokenizer(["a", "a b"], padding=True, truncation=True, max_length=1)
-    assert tokenizer_fingerprint(tokenizer) == before
-    assert tokenizer_fingerprint(fast_tokenizer({"a": 1, "b": 0})) != before
+    assert tokenizer.backend_tokenizer.to_str() != plain
+    assert tokenizer_fingerprint(wrap(tokenizer)) == before
+    assert tokenizer_fingerprint(wrap(fast_tokenizer({"a": 1, "b": 0}))) != before
+
+
+def test_a_wrapped_tokenizer_is_the_same_one(fast_tokenizer):
+    fast, slow = fast_tokenizer({"a": 0, "b": 1}), Tokenizer(a=0, b=1)
+    wrapped_slow = type("Wrapper", (), {"_tokenizer": slow})()
+    assert tokenizer_fingerprint(TokenizerWrapper(fast)) == tokenizer_fingerprint(fast)
+    assert tokenizer_fingerprint(wrapped_slow) == tokenizer_fingerprint(slow)
+
+
+def test_how_a_fast_tokenizer_splits_counts_not_only_its_vocabulary(fast_tokenizer):
+    from tokenizers import pre_tokenizers
+
+    first, second = (fast_tokenizer({"a": 0, "b": 1}) for _ in range(2))
+    second.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.tables["a"].append(3), lambda m: m.tables.update(b=True)])
+def test_plain_values_in_lists_and_dicts_of_a_module_count(change):
+    model = make_tiny_model()
+    model.model.tables = {"a": [1, 2], "b": False}
+    fingerprint = Fingerprint(model)
+    before = fingerprint.current()
+    assert fingerprint.current() is before
+    change(model.model)
+    assert fingerprint.current() != before

@@ -8,17 +8,24 @@ import numpy as np
 import pytest
 
 from pion_vllm_mlx.fingerprint import Identity
-from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, Context, Layout, token_ids
+from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, META_HEADER, META_MAGIC, META_VERSION, Context, Layout, token_ids
 from pion_vllm_mlx.slots import Side, SlotShape
 
 SLOT = SlotShape("KVCache", "fp32", Side(2, 16), Side(2, 16))
 MLA = SlotShape("KVCache", "bf16", Side(1, 512), Side(1, 64))
 
 
-def make_context(slots=(SLOT,) * 4, vquant="native", tokenizer=b"t", adapter_path=None, **identity) -> Context:
+def make_context(
+    slots=(SLOT,) * 4, vquant="native", tokenizer=b"t", adapter_path=None, media=(), **identity
+) -> Context:
     parts = {"weights": b"w" * 32, "rope": b"r" * 32, "architecture": "a", **identity}
     return Context.of(
-        Identity(**parts), slots, Layout.of(slots, vquant, 0), tokenizer=tokenizer, adapter_path=adapter_path
+        Identity(**parts),
+        slots,
+        Layout.of(slots, vquant, 0),
+        tokenizer=tokenizer,
+        adapter_path=adapter_path,
+        media=media,
     )
 
 
@@ -31,7 +38,8 @@ def test_every_field_changes_the_name():
         make_context(), make_context(weights=b"x" * 32), make_context(rope=b"x" * 32), make_context(architecture="b"),
         make_context(slots=(other,) * 4), make_context(vquant="fp16"), make_context(tokenizer=None),
         make_context(tokenizer=b""), make_context(adapter_path=""), make_context(adapter_path="a"),
-        make_context(slots=(SLOT,) * 3),
+        make_context(slots=(SLOT,) * 3), make_context(media=[b"1", b"2"]), make_context(media=[b"2", b"1"]),
+        make_context(media=[b"12"]), make_context(media=[b""]),
     ]  # fmt: skip
     names = {context.namespace(IDS) for context in contexts} | {make_context().namespace(IDS[:-1])}
     assert len(names) == len(contexts) + 1
@@ -104,3 +112,27 @@ def test_meta_of_another_context_version_or_shape_is_not_used():
         assert context.common_tokens(damaged, IDS) == 0
     for cut in range(len(meta)):
         assert context.common_tokens(meta[:cut], IDS) == 0
+
+
+def test_deeply_nested_json_of_another_client_is_not_used():
+    context = make_context()
+    text = b'{"context":' + b"[" * 100_000
+    assert context.common_tokens(META_HEADER.pack(META_MAGIC, META_VERSION, 0, len(text)) + text, IDS) == 0
+
+
+def test_any_label_can_be_kept():
+    context = make_context()
+    for label in ("\ud800 half a pair", "ü", "\0"):
+        assert context.common_tokens(context.meta(IDS, label), IDS) == 100
+
+
+def test_a_strict_name_is_told_from_ones_own():
+    context = make_context()
+    meta = context.meta(IDS, "")
+    name = context.namespace(IDS)
+    assert context.names(name, meta)
+    assert context.names(name.encode(), meta)
+    for other in ("mine", b"\xff", "\ud800", context.namespace(IDS[:-1])):
+        assert not context.names(other, meta)
+    assert not context.names(name, None)
+    assert not make_context(weights=b"x" * 32).names(name, meta)
