@@ -230,7 +230,7 @@ class Config:
         "when no memory is left to receive, clients that hold some and send (or read) slower than this are "
         "disconnected; a mobile network is faster",
         group="limits",
-        unit="bytes per second",
+        unit="bytes/s",
         flag="min-receive-rate",
         low=0,
         high=GIB,
@@ -303,6 +303,9 @@ SENDMSG_MAX_BUFFERS: Final = 1024
 COMMANDS_PER_TURN: Final = 128
 """Pipelined commands run before the replies are flushed and other tasks get the loop."""
 
+MAX_HASHES: Final = 131_072
+"""Block hashes of one chain, one MATCH or one MEMBERSHIP: two million tokens in blocks of 16, looked up in 3 ms."""
+
 CONVERT_IN_THREAD_BYTES: Final = 256 * KIB
 """Conversions of more than this leave the event loop: it is about a quarter of a millisecond of work."""
 
@@ -312,14 +315,17 @@ CONVERSION_THREADS: Final = 4
 TURN_NS: Final = 1_000_000
 """Work of one connection before the others get the loop: what another client's PING may have to wait."""
 
-LONG_REPLY_ITEMS: Final = 1000
-"""An array of more items is encoded in turns: this many take about a third of a millisecond."""
+LONG_REPLY_ITEMS: Final = 64
+"""An array or map of more items is encoded in turns, since an item can be large itself."""
 
 MAX_NAMES_PER_CALL: Final = 1024
 """Names, patterns or ids in one call of COMMAND, CONFIG or CLIENT: each costs about a microsecond."""
 
 RECEIVE_GRACE_S: Final = 5.0
 """A request holds its memory for this long before its rate counts: TCP starts slowly, and a model server pauses."""
+
+MAX_PATTERN_BYTES: Final = 256
+"""A pattern of CONFIG GET or COMMAND LIST: several times the longest name it can fit."""
 
 CONVERT_PIECE_BYTES: Final = MIB
 """A converted reply is made in pieces of at most this size, so that a slow reader holds one piece, not the whole."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import trio
 
-from pion.config import Config
+from pion.config import CONVERSION_THREADS, Config
+from pion.process import fitting_clients
 from pion.replies import Buffer
 
 if TYPE_CHECKING:
     from pion.clients import ClientTable
-    from pion.dispatch import Dispatcher
+    from pion.dispatch import Dispatcher, Entry
     from pion.monitor import Monitor
+    from pion.net.table import ConnectionTable
     from pion.receipt import Receipt
     from pion.registry import Registry
     from pion.storage.vstore import VStore
@@ -27,8 +29,9 @@ T = TypeVar("T")
 class Transaction:
     """Commands queued since MULTI. `failed` remembers that one could not be queued, so EXEC must refuse."""
 
-    queue: list[list[Buffer]] = attrs.field(factory=list)
+    queue: list[tuple[Entry, list[Buffer]]] = attrs.field(factory=list)
     queued_bytes: int = 0
+    """Reserved for the queue: its arguments and what Python adds to each."""
     failed: bool = False
 
 
@@ -50,6 +53,8 @@ class Session:
     last_command: str = ""
     commands: int = 0
     transaction: Transaction | None = None
+    in_exec: bool = False
+    """EXEC is running the queue: no command may wait for another client."""
     reply_off: bool = False
     reply_skip: int = 0
     no_evict: bool = False
@@ -58,6 +63,10 @@ class Session:
     """Set by QUIT and CLIENT KILL: the connection closes after the replies so far are sent."""
     kill: Callable[[], None] | None = None
     """Ends the connection at once; set by the connection, called by CLIENT KILL."""
+    reserve: Callable[[int], bool] | None = None
+    """Reserves bytes for what a transaction queues; False if there is no memory. Set by the connection."""
+    peer_left: Callable[[], Awaitable[None]] | None = None
+    """Returns once the peer has stopped sending; for a command that waits. Set by the connection."""
 
     def reset(self, authenticated: bool) -> None:
         """Back to how the connection started, as RESET does; the identity stays."""
@@ -105,6 +114,20 @@ class Services:
     info_sections: list[InfoSection] = attrs.field(factory=list)
     state: dict[str, Any] = attrs.field(factory=dict)
     """Plugins' own state by plugin name."""
+    plugins: list[str] = attrs.field(factory=list)
+    """The plugins that are loaded, in order."""
+    disconnect: list[Callable[[Session], None]] = attrs.field(factory=list)
+    """Called when a connection has closed; what `register_disconnect` returned."""
+    refused: list[Callable[[Session, Sequence[Buffer]], None]] = attrs.field(factory=list)
+    """Called with the name and first argument of a request whose payload there was no memory to receive."""
+    draining: trio.Event = attrs.field(factory=trio.Event)
+    """Set when the server stops: nothing new is accepted and nobody may go on waiting."""
+    net: ConnectionTable | None = None
+    """The open connections, once the server listens."""
+    threads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(CONVERSION_THREADS))
+    """For work that leaves the event loop."""
+    fit_clients: Callable[[int], int] = fitting_clients
+    """How many of so many clients the process has file descriptors for; a server process may raise its limit."""
     request_shutdown: Callable[[bool], None] = lambda now: None
     """Asks the server to stop: finish what is under way, or (True) at once."""
     listening: list[str] = attrs.field(factory=list)
@@ -124,4 +147,4 @@ class Context:
 
         Cancellation: the function runs to its end and its result is kept, so buffers it was given stay valid.
         """
-        return await trio.to_thread.run_sync(function, *args)
+        return await trio.to_thread.run_sync(function, *args, limiter=self.services.threads)

@@ -26,7 +26,9 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
     store = context.services.vstore
     cascade = len(argv) > 2 and bytes(argv[1][:8]).upper() == b"CASCADE" and len(argv[1]) == 7
     names = dict.fromkeys(name(value, "namespace") for value in argv[2 if cascade else 1 :])
-    units = [unit for unit in map(store.any_prefix, names) if unit is not None]
+    found = [unit for unit in map(store.whole_prefix, names) if unit is not None]
+    # Looking one up may have dropped another with an ancestor that has expired.
+    units = [unit for unit in found if store.prefixes.get(unit.name) is unit]
     doomed: dict[Unit, None] = {}
     for unit in units:
         below = list(unit.descendants())
@@ -41,7 +43,7 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
 
 async def ttl(context: Context, argv: list[Buffer]) -> Reply:
     """KV.PREFIX.TTL <ns>."""
-    unit = context.services.vstore.any_prefix(name(argv[1], "namespace"))
+    unit = context.services.vstore.whole_prefix(name(argv[1], "namespace"))
     if unit is None:
         return -2
     if not unit.expires_s:
@@ -51,7 +53,7 @@ async def ttl(context: Context, argv: list[Buffer]) -> Reply:
 
 async def persist(context: Context, argv: list[Buffer]) -> Reply:
     """KV.PREFIX.PERSIST <ns>."""
-    unit = context.services.vstore.any_prefix(name(argv[1], "namespace"))
+    unit = context.services.vstore.whole_prefix(name(argv[1], "namespace"))
     if unit is None or not unit.expires_s:
         return 0
     await commit(context, SetExpiry(unit.name, 0.0))
@@ -69,7 +71,7 @@ async def unpin(context: Context, argv: list[Buffer]) -> Reply:
 
 
 async def _set_pin(context: Context, value: Buffer, *, pinned: bool) -> Reply:
-    unit = context.services.vstore.any_prefix(name(value, "namespace"))
+    unit = context.services.vstore.whole_prefix(name(value, "namespace"))
     if unit is None or unit.pinned is pinned:
         return 0
     await commit(context, SetPin(unit.name, pinned))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import numpy as np
@@ -11,17 +12,21 @@ import trio
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.kvprefix_register import NS, hash_blob
-from pion.commands.vstore_common import AS_ARG, row_range, split_as, wrong_arity
+from pion.commands.vstore_common import AS_ARG, row_range
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Reply, Simple, Stream
 from pion.storage import reading
-from pion.storage.formats import Wire
+from pion.storage.formats import Wire, parse_wire
+from pion.storage.hashes import Membership
 from pion.storage.unit import SIDES, Unit
 
 HIT: Final = Simple("HIT")
 MISS: Final = Simple("MISS")
 UNKNOWN: Final = Simple("UNKNOWN")
+
+BUILD_IN_THREAD_HASHES: Final = 10_000
+"""Arranging more hashes than this for MEMBERSHIP leaves the event loop: it takes about a millisecond."""
 
 
 async def lookup(context: Context, argv: list[Buffer]) -> Reply:
@@ -40,7 +45,7 @@ async def lookup(context: Context, argv: list[Buffer]) -> Reply:
     unit = store.visible(ns)
     if unit is None:
         name(ns, "namespace")
-        if wait_ms:
+        if wait_ms and not context.session.in_exec:
             await _wait_pending(context, ns, wait_ms)
             unit = store.visible(ns)
         if unit is None:
@@ -78,7 +83,10 @@ def _lookup_options(argv: list[Buffer], max_wait_ms: int) -> tuple[int | None, f
 
 
 async def _wait_pending(context: Context, ns: bytes, wait_ms: int) -> None:
-    """Until the pending prefix completes or is dropped, or the time is over; not for the connection that fills it."""
+    """Until the pending prefix completes or is dropped, or the time is over; not for the connection that fills it.
+
+    A server that stops and a client that sends no more end the wait, too: the answer is then what is known by now.
+    """
     unit = context.services.vstore.any_prefix(ns)
     pending = unit.pending if unit is not None else None
     if pending is None or pending.owner == context.session.id:
@@ -87,9 +95,19 @@ async def _wait_pending(context: Context, ns: bytes, wait_ms: int) -> None:
     pending.waiters.append(woken.set)
     try:
         with trio.move_on_after(wait_ms / 1000):
-            await woken.wait()
+            async with trio.open_nursery() as others:
+                others.start_soon(_wake_after, context.services.draining.wait, woken)
+                if context.session.peer_left is not None:
+                    others.start_soon(_wake_after, context.session.peer_left, woken)
+                await woken.wait()
+                others.cancel_scope.cancel()
     finally:
         pending.forget(woken.set)
+
+
+async def _wake_after(event: Callable[[], Awaitable[None]], woken: trio.Event) -> None:
+    await event()
+    woken.set()
 
 
 async def fetch(context: Context, argv: list[Buffer]) -> Reply:
@@ -102,13 +120,23 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     layers = unit.layer_count if unit.declaration is not None else max(part.layer_count for part in unit.chain())
     if unit.declaration is not None and start < stop and stop > unit.end:
         raise CommandError(f"no row {unit.tokens} in layer 0")
+    segments = reading.segments(unit, start, stop)
+    parts = 2 * layers * max(1, len(segments))
+    if parts > reading.FETCH_PARTS_MAX:
+        raise CommandError(
+            f"{layers} layers on two sides in {len(segments)} segments are {parts} parts, at most "
+            f"{reading.FETCH_PARTS_MAX} in one reply; use a RANGE in fewer segments, or V.FETCH"
+        )
+    answer = reading.Answer()
     answers: list[Blob | Stream] = []
     for layer in range(layers):
         for side in SIDES:
             schema = unit.schema(side)
             assert schema is not None  # noqa: S101  a visible prefix has both sides
-            spans = reading.gather_chain(unit, side, layer, start, stop)
-            answers.append(reading.reply(spans, schema.layer(layer), wire))
+            spans = [
+                span for owner, first, last in segments for span in reading.gather(owner, side, layer, first, last)
+            ]
+            answers.append(answer.part(spans, schema.layer(layer), wire))
     if not context.session.no_touch:
         store.touch(unit)
     store.fetches += 1
@@ -117,14 +145,18 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
 
 
 def _fetch_options(argv: list[Buffer]) -> tuple[tuple[int, int] | None, Wire]:
-    argv, wire = split_as(argv, 2)
-    if len(argv) == 2:
-        return None, wire
-    if bytes(argv[2][:8]).upper() != b"RANGE":
-        raise CommandError("KV.PREFIX.FETCH: unknown option, expected RANGE or AS")
-    if len(argv) != 5:
-        raise wrong_arity("KV.PREFIX.FETCH")
-    return row_range(argv[3], argv[4]), wire
+    span: tuple[int, int] | None = None
+    wire = Wire.FP32
+    cursor = Cursor(argv, 2, "KV.PREFIX.FETCH")
+    while cursor:
+        option = cursor.option()
+        if option == b"RANGE":
+            span = row_range(cursor.value("RANGE start"), cursor.value("RANGE end"))
+        elif option == b"AS":
+            wire = parse_wire(cursor.value("AS type"))
+        else:
+            raise cursor.unknown(option, "RANGE or AS")
+    return span, wire
 
 
 async def match(context: Context, argv: list[Buffer]) -> Reply:
@@ -180,13 +212,20 @@ async def blocks(context: Context, argv: list[Buffer]) -> Reply:
 async def is_member(context: Context, argv: list[Buffer]) -> Reply:
     """KV.PREFIX.MEMBERSHIP <ns> <n> <hashes>."""
     ns = name(argv[1], "namespace")
-    wanted = integer(argv[2], "hash count") * 8
-    if len(argv[3]) != wanted:
-        raise CommandError(f"hashes must be {wanted} bytes (8 for each), got {len(argv[3])}")
+    probes = np.frombuffer(hash_blob(argv[2], argv[3]), np.uint64)
     unit = context.services.vstore.visible(ns)
-    if unit is None or unit.table is None:
+    table = unit.table if unit is not None else None
+    if table is None:
         return UNKNOWN
-    return unit.table.members().bitmap(np.frombuffer(argv[3], np.uint64))
+    members = table.members
+    if members is None:
+        own = np.frombuffer(table.own, np.uint64)
+        if own.size > BUILD_IN_THREAD_HASHES:
+            members = await context.in_thread(Membership, own)
+        else:
+            members = Membership(own)
+        table.keep(members)
+    return members.bitmap(probes)
 
 
 _HASHES: Final = (
@@ -224,7 +263,7 @@ COMMANDS: Final = (
                 type=ArgType.INTEGER,
                 token="WAIT",
                 optional=True,
-                summary="wait so long for a prefix that another connection is filling",
+                summary="wait so long for a prefix that another connection is filling; not inside EXEC",
             ),
         ),
         reply="+HIT or +MISS",
@@ -253,7 +292,7 @@ COMMANDS: Final = (
             AS_ARG,
         ),
         reply="array [k0, v0, k1, v1, ...] of bulk strings",
-        complexity="O(layers x segments); the bytes are sent without a copy when no conversion is needed",
+        complexity="O(layers x segments), at most 16,384 parts; the bytes are sent without a copy unless converted",
         group="kvprefix",
         examples=("KV.PREFIX.FETCH app|llama|a AS native", "KV.PREFIX.FETCH app|llama|a RANGE 0 512 AS native"),
         errors=("-ERR no prefix '<ns>'", "-ERR no row <id> in layer <n>"),
@@ -277,7 +316,8 @@ COMMANDS: Final = (
             Arg(name="ns-prefix", token="IN", optional=True, summary="only namespaces that start so"),
         ),
         reply="array: namespace, blocks shared, tokens shared; null if nothing is shared. Counts and touches nothing",
-        complexity="O(log namespaces + hashes)",
+        complexity="O(log namespaces + hashes); with IN also up to 512 neighbours on each side and 512 names. If other "
+        "names crowd the place beyond that, the answer may be a shorter match, or null",
         group="kvprefix",
         examples=("KV.PREFIX.MATCH 2 <16 bytes> SIZE 64 IN app|",),
         errors=("-ERR hashes must be <n> bytes",),

@@ -9,13 +9,14 @@ import attrs
 from pion.args import MAX_ID, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.vstore_common import commit
-from pion.config import Config
+from pion.config import MAX_HASHES, Config
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import OK, Buffer, Reply, Simple
 from pion.storage.changes import Declaration, Hashes, Register
 from pion.storage.formats import get_format
 from pion.storage.prefix_index import HASH_BYTES
+from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.schema import Schema
 
 PENDING: Final = Simple("PENDING")
@@ -59,11 +60,13 @@ def parse_options(argv: list[Buffer], start: int, command: str, config: Config) 
         elif option == b"PREFILL_MS":
             found.prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, 1e12)
         elif option == b"LAYERS":
-            found.layers = integer(cursor.value("LAYERS"), "LAYERS", 0, config.max_layers)
+            found.layers = integer(cursor.value("LAYERS"), "LAYERS", 0, min(config.max_layers, FETCH_PARTS_MAX // 2))
         elif option == b"TOKENS":
             found.tokens = integer(cursor.value("TOKENS"), "TOKENS", 0)
         elif option == b"STATES":
             found.states = integer(cursor.value("STATES"), "STATES", 0, config.max_layers)
+            if found.states:
+                raise CommandError("STATES must be 0: this version lacks the SSM.PREFIX family, which stores states")
         elif option == b"META":
             meta = cursor.value("META")
             if len(meta) > config.max_meta_bytes:
@@ -84,8 +87,8 @@ def parse_options(argv: list[Buffer], start: int, command: str, config: Config) 
 
 
 def hash_blob(count: Buffer, blob: Buffer) -> bytes:
-    """`count` hashes of 8 bytes."""
-    wanted = integer(count, "hash count") * HASH_BYTES
+    """`count` hashes of 8 bytes. Raises CommandError."""
+    wanted = integer(count, "hash count", 0, MAX_HASHES) * HASH_BYTES
     if len(blob) != wanted:
         raise CommandError(f"hashes must be {wanted} bytes ({HASH_BYTES} for each), got {len(blob)}")
     return bytes(blob)
@@ -177,7 +180,7 @@ _OPTIONS: Final = (
         summary="declares the prefix, with TOKENS: it is a hit only once rows 0 to TOKENS-1 of all LAYERS are stored",
     ),
     Arg(name="tokens", type=ArgType.INTEGER, token="TOKENS", optional=True, summary="rows per layer and side"),
-    Arg(name="states", type=ArgType.INTEGER, token="STATES", optional=True, summary="recurrent states"),
+    Arg(name="states", type=ArgType.INTEGER, token="STATES", optional=True, summary="recurrent states; 0 for now"),
     Arg(name="meta", token="META", optional=True, summary="opaque blob that KV.PREFIX.META returns"),
     Arg(
         name="parent",

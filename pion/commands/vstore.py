@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from pion.args import word
 from pion.command import Command
 from pion.commands import vstore_read, vstore_write
 from pion.commands.vstore_reaper import Reaper, memory_rows
 from pion.config import Config
 from pion.context import InfoSection, Services, Session
 from pion.hookspecs import hookimpl
+from pion.replies import Buffer
+
+STORING: Final = (b"V.STORE", b"V.STOREBATCH")
+"""The commands whose payload a pending prefix waits for; the session id is their first argument."""
 
 COMMANDS: Final = (*vstore_write.COMMANDS, *vstore_read.COMMANDS)
 
@@ -39,5 +44,11 @@ def register_info(services: Services) -> Sequence[InfoSection]:
 
 @hookimpl
 def register_disconnect(services: Services) -> Callable[[Session], None]:
-    """Drops what the closed connection had registered and not completed."""
+    """Drops what the closed connection had registered and not completed; also when a payload for it was refused."""
+
+    def refused(session: Session, request: Sequence[Buffer]) -> None:
+        if len(request) > 1 and word(request[0]) in STORING:
+            services.vstore.payload_refused(session.id, bytes(request[1]))
+
+    services.refused.append(refused)
     return lambda session: services.vstore.disconnect(session.id)

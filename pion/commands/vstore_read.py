@@ -24,10 +24,8 @@ from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Map, Reply, Stream
 from pion.storage import reading
+from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.unit import SIDES, SUFFIXES, Unit
-
-FETCH_PARTS_MAX: Final = 16_384
-"""Row ids or ranges in one V.FETCH: gathering them holds the loop for about 30 ms; RANGE has no such limit."""
 
 
 async def fetch(context: Context, argv: list[Buffer]) -> Reply:
@@ -50,14 +48,15 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     unit, side = store.session(sid, context.session.id)
     schema = unit.schema(side)
     assert schema is not None  # noqa: S101  session() found it
+    answer = reading.Answer()
     answers: list[Blob | Stream] = []
     if kind == b"BATCH":
         for layer, start, stop in ranges:
             spans = reading.gather(unit, side, layer, start, stop)
-            answers.append(reading.reply(spans, schema.layer(layer), wire))
+            answers.append(answer.part(spans, schema.layer(layer), wire))
     else:
         parts = [span for layer, start, stop in ranges for span in reading.gather(unit, side, layer, start, stop)]
-        answers.append(reading.reply(parts, schema.layer(ranges[0][0]), wire))
+        answers.append(answer.part(parts, schema.layer(ranges[0][0]), wire))
     if not context.session.no_touch:
         store.touch(unit)
     store.fetches += 1

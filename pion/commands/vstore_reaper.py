@@ -59,6 +59,8 @@ class Reaper:
             await trio.lowlevel.checkpoint()
         while store.policy.settle(REAPER_TOUCHES):
             await trio.lowlevel.checkpoint()
+        while store.ledger.work_off():
+            await trio.lowlevel.checkpoint()
         store.drop_stalled()
         store.trim_sessions(REAPER_BATCH)
         if store.registrations >= FREEZE_AFTER_UNITS:

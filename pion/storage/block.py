@@ -5,7 +5,8 @@ overlaps, so whoever holds a block (a reply being sent, a snapshot) keeps a vali
 
 Two things keep the memory held close to the memory counted and the number of blocks small:
 
-- A cut block stays a view of its buffer while more than half of that buffer is in use; then what is left is copied out.
+- A cut block stays a view of its buffer while more than half of that buffer is in use; then what is left is copied out,
+  at once if that is little work, else piece by piece by the reaper. The whole buffer stays charged until it is gone.
 - Small neighbours are merged like the digits of a binary counter: a new block absorbs adjacent ones that are not larger
   than it has grown to. A row stored alone is copied O(log n) times until its block has `MERGE_BYTES`.
 """
@@ -13,7 +14,9 @@ Two things keep the memory held close to the memory counted and the number of bl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from functools import partial
 from typing import Final
+from weakref import ref
 
 import numpy as np
 
@@ -97,7 +100,10 @@ class Layer:
         self._merge_around(low + position)
         for memory in cut:
             if 0 < memory.live * 2 <= memory.nbytes:
-                self._compact(memory, start, stop)
+                if memory.live <= MERGE_BYTES:
+                    self._compact(memory, start, stop)
+                else:
+                    self._ledger.put_off(partial(self._compact_piece, ref(memory)), memory)
         return grown
 
     def gather(self, start: int, stop: int) -> list[tuple[Block, int, int]]:
@@ -205,6 +211,23 @@ class Layer:
             if any(block.memory is memory for block in self._blocks[start:high]):
                 self._join(start, high)
             high = start
+
+    def _compact_piece(self, reference: ref[Memory]) -> bool:
+        """Copy up to `MERGE_BYTES` of what is left of a buffer out of it; True if there is more."""
+        memory = reference()
+        if memory is None:
+            return False
+        width = self.row_bytes
+        for index, block in enumerate(self._blocks):
+            if block.memory is memory:
+                rows = max(1, MERGE_BYTES // width)
+                if block.stop - block.start > rows:
+                    middle = block.start + rows
+                    parts = [block.cut(block.start, middle, width), block.cut(middle, block.stop, width)]
+                    self._splice(index, index + 1, parts)
+                self._join(index, index + 1)
+                return memory.live > 0
+        return False
 
     def _joinable(self, index: int, memory: Memory) -> bool:
         block = self._blocks[index]

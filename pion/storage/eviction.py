@@ -156,15 +156,41 @@ def _current(entry: tuple[int, int, Unit]) -> bool:
 
 
 def choose(policy: EvictionPolicy, sessions: int, protected: Container[Unit]) -> list[Unit] | None:
-    """The units to evict so that `sessions` V sessions become free; None when that is impossible."""
-    chosen: list[Unit] = []
+    """The units to evict in this order so that `sessions` V sessions become free; None when that is impossible.
+
+    A parent is among them once all that continues it is, at its own place in time.
+    """
+    chosen: dict[Unit, None] = {}
     if sessions <= 0:
-        return chosen
-    for unit in policy.victims():
+        return []
+    for unit in _with_parents(policy.victims(), chosen):
         if unit in protected:
             continue
-        chosen.append(unit)
+        chosen[unit] = None
         sessions -= unit.sessions
         if sessions <= 0:
-            return chosen
+            return list(chosen)
     return None
+
+
+def _with_parents(victims: Iterator[Unit], chosen: dict[Unit, None]) -> Iterator[Unit]:
+    """The victims, and among them by their stamps the parents all of whose children are chosen."""
+    free: list[tuple[int, int, Unit]] = []
+    following = next(victims, None)
+    while True:
+        if free and (following is None or free[0][0] < following.stamp):
+            unit = heappop(free)[2]
+        elif following is not None:
+            unit, following = following, next(victims, None)
+        else:
+            return
+        yield unit
+        parent = unit.parent
+        if (
+            unit in chosen
+            and parent is not None
+            and not parent.pinned
+            and parent.pending is None
+            and all(child in chosen for child in parent.children or ())
+        ):
+            heappush(free, (parent.stamp, id(parent), parent))

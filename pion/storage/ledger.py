@@ -8,6 +8,7 @@ measurement), so that resident memory follows `charged_bytes`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, TypeAlias
 
@@ -58,11 +59,12 @@ class Ledger:
     conversion thread; such a release is queued (a deque's append is atomic) and counted at the next reading.
     """
 
-    __slots__ = ("_charged", "_elsewhere", "_sending", "_thread", "freed_bytes", "payload_bytes")
+    __slots__ = ("_charged", "_elsewhere", "_later", "_sending", "_thread", "freed_bytes", "payload_bytes")
 
     def __init__(self) -> None:
         self._thread = get_ident()
         self._elsewhere: deque[tuple[int, bool]] = deque()
+        self._later: deque[Callable[[], bool]] = deque()
         self._charged = 0
         self._sending = 0
         self.payload_bytes = 0
@@ -76,6 +78,18 @@ class Ledger:
     def hold(self, nbytes: int) -> None:
         """Count a payload buffer that the store took over."""
         self._charged += nbytes
+
+    def put_off(self, work: Callable[[], bool], memory: Memory) -> None:
+        """Have the reaper do the work on a buffer piece by piece: each call does one, and says whether there is more."""
+        if not memory.queued:
+            memory.queued = True
+            self._later.append(work)
+
+    def work_off(self) -> bool:
+        """Do one piece of what was put off; True if there is more."""
+        if self._later and not self._later[0]():
+            self._later.popleft()
+        return bool(self._later)
 
     def detach(self, nbytes: int) -> None:
         """Count a buffer that left the store: from now on only unfinished replies can hold it."""
@@ -118,12 +132,13 @@ class Ledger:
 class Memory:
     """One payload buffer: charged while it exists. `live` counts the bytes that blocks in a table still refer to."""
 
-    __slots__ = ("__weakref__", "_ledger", "buffer", "detached", "live", "nbytes")
+    __slots__ = ("__weakref__", "_ledger", "buffer", "detached", "live", "nbytes", "queued")
 
     def __init__(self, buffer: Raw, ledger: Ledger) -> None:
         self.buffer = buffer
         self.nbytes = self.live = len(buffer)
         self.detached = False
+        self.queued = False
         self._ledger = ledger
         ledger.hold(self.nbytes)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pion.args import show
+from pion.config import MAX_HASHES
 from pion.errors import BusyError, CommandError, ExistsError
 from pion.storage.changes import Declaration, DropPrefix, Hashes, Register, SetExpiry, SetPin
 from pion.storage.ledger import CHAIN_COST
 from pion.storage.prefix_index import HASH_BYTES, BlockTable
+from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.schema import Schema
 from pion.storage.session_changes import (
     add_side,
@@ -44,14 +46,20 @@ def check_register(store: VStore, change: Register) -> None:
         if unit is not None:
             _check_declaration(unit, declared)
     offset = _check_parent(store, change, unit)
+    if declared is not None:
+        _check_ancestors(store, change, declared, unit)
+    if unit is not None and unit.complete:
+        _check_identity(unit, change)
     if change.hashes is not None:
         store.index.check_size(change.hashes.block_size)
+        size = change.hashes.block_size
+        count = len(change.hashes.blob) // HASH_BYTES
         if declared is not None:
-            size = change.hashes.block_size
             most = (offset + declared.tokens) // size - offset // size
-            count = len(change.hashes.blob) // HASH_BYTES
             if count > most:
                 raise CommandError(f"BLOCKS count must be at most {most} (blocks that end in this prefix), got {count}")
+        if offset // size + count > MAX_HASHES:
+            raise CommandError(f"BLOCKS: a chain has at most {MAX_HASHES} blocks, this is {offset // size + count}")
 
 
 def _sides(change: Register) -> tuple[tuple[Side, Schema], tuple[Side, Schema]]:
@@ -70,6 +78,41 @@ def _check_declaration(unit: Unit, declared: Declaration) -> None:
         for index, layer in (rows.layers if rows is not None else {}).items():
             if index >= declared.layers or layer.held(declared.tokens) != layer.count:
                 raise ExistsError(f"prefix {show(unit.name)} holds rows outside of the declared LAYERS and TOKENS")
+
+
+def _check_ancestors(store: VStore, change: Register, declared: Declaration, unit: Unit | None) -> None:
+    """A declared prefix promises that all of it can be fetched, so what it continues must promise the same."""
+    parent = unit.parent if unit is not None else None
+    if parent is None and change.parent is not None:
+        parent = store.prefixes[change.parent]
+    if parent is None:
+        return
+    above = parent.chain()
+    for part in reversed(above):
+        if part.declaration is None:
+            raise CommandError(
+                f"PARENT: prefix {show(part.name)} is not declared, so its rows may change; "
+                "a declared prefix can continue declared ones only"
+            )
+        if part.declaration.layers != declared.layers:
+            raise CommandError(
+                f"PARENT: prefix {show(part.name)} has {part.declaration.layers} LAYERS, got {declared.layers}"
+            )
+    parts = len(SIDES) * declared.layers * (len(above) + 1)
+    if parts > FETCH_PARTS_MAX:
+        raise CommandError(
+            f"PARENT: {declared.layers} LAYERS in {len(above) + 1} segments are {parts} parts, "
+            f"at most {FETCH_PARTS_MAX} can be fetched at once"
+        )
+
+
+def _check_identity(unit: Unit, change: Register) -> None:
+    """META and BLOCKS say what the rows of a complete prefix are; readers may have compared them already."""
+    if change.meta is not None and change.meta != unit.meta:
+        raise ExistsError(f"prefix {show(unit.name)} is complete and its META can't be changed")
+    table, hashes = unit.table, change.hashes
+    if hashes is not None and (table is None or (table.block_size, table.own) != (hashes.block_size, hashes.blob)):
+        raise ExistsError(f"prefix {show(unit.name)} is complete and its BLOCKS can't be changed")
 
 
 def _check_parent(store: VStore, change: Register, unit: Unit | None) -> int:
@@ -127,7 +170,7 @@ def apply_register(store: VStore, change: Register) -> None:
     if change.expires_s is not None:
         store.expires(unit, change.expires_s)
     store.index.remove(unit)
-    if change.hashes is not None:
+    if change.hashes is not None and not unit.complete:
         _set_hashes(store, unit, change.hashes)
     if change.declaration is not None and unit.declaration is None:
         _declare(store, unit, change.declaration, change.owner)
@@ -230,8 +273,8 @@ def _drop_one(store: VStore, unit: Unit) -> None:
 
 
 def check_known(store: VStore, change: SetExpiry | SetPin) -> None:
-    """The prefix must be there."""
-    if store.any_prefix(change.ns) is None:
+    """The prefix must be there. Whether it has expired was the command's question, asked once."""
+    if change.ns not in store.prefixes:
         raise CommandError(f"no prefix {show(change.ns)}")
 
 

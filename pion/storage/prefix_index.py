@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 HASH_BYTES: Final = 8
 
+WALK_ENTRIES: Final = 512
+"""Neighbours on each side, and names, that one MATCH with IN looks at: about half a millisecond each."""
+
 MAX_BLOCK_SIZES: Final = 64
 """Different block sizes among the stored tables; a MATCH without SIZE searches each, and clients use one or two."""
 
@@ -34,18 +37,18 @@ class BlockTable:
     own hashes only.
     """
 
-    __slots__ = ("_ledger", "_members", "block_size", "chain", "inherited", "matchable")
+    __slots__ = ("_charged", "_ledger", "block_size", "chain", "inherited", "matchable", "members")
 
     def __init__(self, block_size: int, own: bytes, parent: Unit | None, offset: int, ledger: Ledger) -> None:
         self.block_size = block_size
         self.inherited = 0
         self.matchable = True
         self.chain = own
-        self._members: Membership | None = None
+        self.members: Membership | None = None
         if parent is not None:
             table = parent.table
             blocks = offset // block_size
-            self.matchable = (
+            self.matchable = not blocks or (
                 table is not None
                 and table.matchable
                 and table.block_size == block_size
@@ -56,24 +59,27 @@ class BlockTable:
                 self.inherited = blocks
                 self.chain = table.chain[: blocks * HASH_BYTES] + own
         self._ledger = ledger
-        ledger.charge(TABLE_COST + len(self.chain))
+        self._charged = 0
+        self._charge(TABLE_COST + len(self.chain))
 
     @property
     def own(self) -> bytes:
         """The hashes of the blocks that end in this prefix, as they were registered."""
         return self.chain[self.inherited * HASH_BYTES :] if self.inherited else self.chain
 
-    def members(self) -> Membership:
-        """What answers MEMBERSHIP for its own hashes; built at the first call."""
-        if self._members is None:
-            self._members = Membership(np.frombuffer(self.own, np.uint64))
-            self._ledger.charge(self._members.nbytes)
-        return self._members
+    def keep(self, members: Membership) -> None:
+        """Keep what answers MEMBERSHIP for its own hashes; nothing happens if it has one, or was replaced meanwhile."""
+        if self.members is None and self._charged:
+            self.members = members
+            self._charge(members.nbytes)
+
+    def _charge(self, nbytes: int) -> None:
+        self._charged += nbytes
+        self._ledger.charge(nbytes)
 
     def discharge(self) -> None:
-        """Uncount it; the table must not be used afterwards."""
-        members = 0 if self._members is None else self._members.nbytes
-        self._ledger.charge(-TABLE_COST - len(self.chain) - members)
+        """Uncount it: the table left the store."""
+        self._charge(-self._charged)
 
 
 class PrefixIndex:
@@ -119,42 +125,68 @@ class PrefixIndex:
             if not order:
                 del self._sizes[table.block_size]
 
-    def match(self, hashes: bytes, block_size: int | None, within: bytes) -> tuple[Unit, int, int] | None:
+    def match(
+        self, hashes: bytes, block_size: int | None, within: bytes, names: SortedMap[Unit]
+    ) -> tuple[Unit, int, int] | None:
         """The prefix that shares the most tokens with `hashes` from 0 on, with the shared blocks and the block size.
 
-        `within` restricts it to namespaces that start so. The longest in tokens wins, then the smaller block size.
+        `within` restricts it to namespaces that start so; `names` are all units by name. The longest in tokens wins,
+        then the smaller block size. The answer always shares what it says; it is the longest unless more than
+        `WALK_ENTRIES` names start with `within` and as many prefixes with other names lie between the longest and the
+        place of `hashes`.
         """
         best: tuple[Unit, int, int] | None = None
         sizes = [block_size] if block_size is not None else sorted(self._sizes)
         for size in sizes:
             order = self._sizes.get(size)
-            found = _nearest(order, hashes, within) if order is not None else None
+            found = _nearest(order, hashes, size, within, names) if order is not None else None
             if found is not None and (best is None or found[1] * size > best[1] * best[2]):
                 best = (found[0], found[1], size)
         return best
 
 
-def _nearest(order: SortedMap[dict[Unit, None] | Unit], hashes: bytes, within: bytes) -> tuple[Unit, int] | None:
+def _nearest(
+    order: SortedMap[dict[Unit, None] | Unit], hashes: bytes, size: int, within: bytes, names: SortedMap[Unit]
+) -> tuple[Unit, int] | None:
     best: tuple[Unit, int] | None = None
     # Shared beginnings only get shorter in both directions, so the first allowed entry on each side is the best there.
     for entries in (order.after(hashes, inclusive=True), order.before(hashes)):
+        left = WALK_ENTRIES
         for chain, value in entries:
             if chain[:HASH_BYTES] != hashes[:HASH_BYTES]:
                 break
-            unit = _allowed(value, within)
-            if unit is not None:
-                shared = _shared_blocks(chain, hashes)
-                if best is None or shared > best[1]:
-                    best = (unit, shared)
+            for unit in value if isinstance(value, dict) else (value,):
+                left -= 1
+                if unit.name.startswith(within):
+                    shared = _shared_blocks(chain, hashes)
+                    if best is None or shared > best[1]:
+                        best = (unit, shared)
+                    left = -1
+                if left <= 0:
+                    break
+            if left <= 0:
                 break
+        if left == 0:
+            # Other names crowd that place. There may be few with the right one, which are then all looked at.
+            found = _among_names(hashes, size, within, names)
+            return found if found is not None and (best is None or found[1] > best[1]) else best
     return best
 
 
-def _allowed(value: dict[Unit, None] | Unit, within: bytes) -> Unit | None:
-    for unit in value if isinstance(value, dict) else (value,):
-        if unit.name.startswith(within):
-            return unit
-    return None
+def _among_names(hashes: bytes, size: int, within: bytes, names: SortedMap[Unit]) -> tuple[Unit, int] | None:
+    """The best of the first `WALK_ENTRIES` units whose names start with `within`."""
+    best: tuple[Unit, int] | None = None
+    for _, (name, unit) in zip(range(WALK_ENTRIES), names.after(within, inclusive=True), strict=False):
+        if not name.startswith(within):
+            break
+        table = unit.table
+        if table is None or table.block_size != size or not table.matchable or unit.partial:
+            continue
+        if table.chain[:HASH_BYTES] == hashes[:HASH_BYTES]:
+            shared = _shared_blocks(table.chain, hashes)
+            if shared and (best is None or shared > best[1]):
+                best = (unit, shared)
+    return best
 
 
 def _shared_blocks(one: bytes, other: bytes) -> int:

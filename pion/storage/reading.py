@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 import attrs
 
@@ -15,9 +16,19 @@ from pion.storage.formats import Format, Wire, from_native, wire_row_bytes
 from pion.storage.schema import LayerSpec
 from pion.storage.unit import Side, Unit
 
-JOIN_SPANS = 64
-JOIN_SPAN_BYTES = 8 * 1024
+FETCH_PARTS_MAX: Final = 16_384
+"""Pieces of stored layers that one command gathers, with no checkpoint between them: about 30 ms."""
+
+JOIN_SPANS: Final = 64
+JOIN_SPAN_BYTES: Final = 8 * 1024
 """From 64 spans on, spans that are this small on average are copied together: a buffer each costs more to send."""
+
+
+PART_COST_BYTES: Final = 2 * 1024
+"""Converting even one row costs as much as so many bytes: a few microseconds."""
+
+GROUP_PARTS: Final = 64
+"""Parts converted in one hop to a thread: sending each is a system call, and the loop runs others between groups."""
 
 
 @attrs.frozen(eq=False)
@@ -55,50 +66,90 @@ def gather(unit: Unit, side: Side, layer: int, start: int, stop: int) -> list[Sp
         raise CommandError(f"no row {error.row} in layer {layer}") from None
 
 
-def gather_chain(unit: Unit, side: Side, layer: int, start: int, stop: int) -> list[Span]:
-    """Rows at positions [start, stop) of the whole text, taken from the unit and its ancestors.
-
-    Raises CommandError naming the first row that is not there, by its id in the prefix that should hold it.
-    """
-    parts: list[list[Span]] = []
+def segments(unit: Unit, start: int, stop: int) -> list[tuple[Unit, int, int]]:
+    """The units that hold positions [start, stop) of the whole text, from the root on, each with its range of ids."""
+    parts: list[tuple[Unit, int, int]] = []
     owner: Unit | None = unit
     while owner is not None and start < stop:
         first = max(start, owner.offset)
         if first < stop:
-            parts.append(gather(owner, side, layer, first - owner.offset, stop - owner.offset))
+            parts.append((owner, first - owner.offset, stop - owner.offset))
             stop = first
         owner = owner.parent
-    return [span for part in reversed(parts) for span in part]
+    parts.reverse()
+    return parts
 
 
-def reply(spans: Sequence[Span], spec: LayerSpec, wire: Wire) -> Blob | Stream:
-    """The rows as a bulk string in the wire's type.
+class Answer:
+    """Makes the bulk strings of one reply.
 
-    The stored bytes go out as they are if the types agree and the spans aren't many small ones; otherwise the reply is
-    made (converted, or only copied together), in pieces if it is large.
+    What must be converted is converted at once only as long as all of it together is little work. The rest is made
+    while the socket drains, so neither the event loop nor memory pays for the whole reply.
     """
-    rows = sum(span.rows for span in spans)
-    fmt, dim = spec.format, spec.dim
-    width = wire_row_bytes(wire, fmt, dim)
-    total = rows * width
-    if not total:
-        return Blob((), 0)
-    same = wire is Wire.NATIVE or wire is fmt.wire
-    if same and (len(spans) < JOIN_SPANS or total > len(spans) * JOIN_SPAN_BYTES):
-        return Blob([span.view() for span in spans], total, spans)
-    if total <= CONVERT_IN_THREAD_BYTES:
-        return Blob((_convert(spans, wire, fmt, dim),), total)
-    per_piece = max(1, CONVERT_PIECE_BYTES // width)
-    return Stream(
-        total,
-        _Pieces(spans, per_piece, wire, fmt, dim),
-        in_thread=min(rows, per_piece) * width > CONVERT_IN_THREAD_BYTES and not same,
-    )
+
+    __slots__ = ("_group", "_left")
+
+    def __init__(self) -> None:
+        self._left = CONVERT_IN_THREAD_BYTES
+        self._group = _Group()
+
+    def part(self, spans: Sequence[Span], spec: LayerSpec, wire: Wire) -> Blob | Stream:
+        """The rows as a bulk string in the wire's type.
+
+        The stored bytes go out as they are if the types agree and the spans aren't many small ones; otherwise they are
+        made (converted, or only copied together).
+        """
+        rows = sum(span.rows for span in spans)
+        fmt, dim = spec.format, spec.dim
+        width = wire_row_bytes(wire, fmt, dim)
+        total = rows * width
+        if not total:
+            return Blob((), 0)
+        same = wire is Wire.NATIVE or wire is fmt.wire
+        if same and (len(spans) < JOIN_SPANS or total > len(spans) * JOIN_SPAN_BYTES):
+            return Blob([span.view() for span in spans], total, spans)
+        cost = total + PART_COST_BYTES
+        if cost <= self._left:
+            self._left -= cost
+            return Blob((_convert(spans, wire, fmt, dim),), total)
+        self._left = 0
+        if total > CONVERT_PIECE_BYTES:
+            return Stream(total, _Pieces(spans, max(1, CONVERT_PIECE_BYTES // width), wire, fmt, dim))
+        if not self._group.takes(total):
+            self._group = _Group()
+        return self._group.add(total, partial(_convert, spans, wire, fmt, dim))
 
 
 def _convert(spans: Sequence[Span], wire: Wire, fmt: Format, dim: int) -> Buffer:
     raw: Buffer = spans[0].view() if len(spans) == 1 else b"".join(span.view() for span in spans)
     return from_native(raw, wire, fmt, sum(span.rows for span in spans), dim)
+
+
+class _Group:
+    """Small parts of one reply that are converted together, in one hop to a thread, when the first is sent."""
+
+    __slots__ = ("_makers", "_nbytes", "_ready")
+
+    def __init__(self) -> None:
+        self._makers: list[Callable[[], Buffer]] = []
+        self._nbytes = 0
+        self._ready: dict[int, Buffer] = {}
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a part of that size still fits."""
+        return len(self._makers) < GROUP_PARTS and self._nbytes + nbytes <= CONVERT_PIECE_BYTES
+
+    def add(self, nbytes: int, make: Callable[[], Buffer]) -> Stream:
+        """One more part."""
+        index = len(self._makers)
+        self._makers.append(make)
+        self._nbytes += nbytes
+        return Stream(nbytes, (partial(self._take, index),), in_thread=index == 0)
+
+    def _take(self, index: int) -> Buffer:
+        if index not in self._ready:
+            self._ready = {later: self._makers[later]() for later in range(index, len(self._makers))}
+        return self._ready.pop(index)
 
 
 @attrs.frozen(eq=False)

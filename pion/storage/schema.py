@@ -20,6 +20,9 @@ from pion.errors import CommandError
 from pion.replies import Buffer
 from pion.storage.formats import Format, get_format
 
+MAX_RUNS: Final = 256
+"""Runs of one schema: one per layer of the deepest models, and about 40 KiB, so that schemas needn't be charged."""
+
 
 @attrs.frozen(eq=False)
 class LayerSpec:
@@ -119,6 +122,8 @@ def _intern(runs: tuple[_Run, ...]) -> Schema:
 def _parse_runs(text: bytes, dim: int | None, max_layers: int, max_dim: int) -> tuple[_Run, ...]:
     merged: list[_Run] = []
     left = max_layers
+    if text.count(b",") >= MAX_RUNS:
+        raise CommandError(f"at most {MAX_RUNS} runs, got {text.count(b',') + 1}")
     for number, run in enumerate(text.split(b","), 1):
         try:
             fmt, width, layers = _parse_run(run, dim, left, max_layers, max_dim)

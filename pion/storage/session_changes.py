@@ -198,6 +198,10 @@ def apply_drop(store: VStore, change: DropSession) -> None:
     remove_side(store, unit, side)
     if not unit.sessions:
         remove_unit(store, unit)
+    elif unit.pinned:
+        # The other side alone is no prefix, so nothing could unpin it.
+        unit.pinned = False
+        store.policy.update(unit)
 
 
 def check_evict(store: VStore, change: EvictSession) -> None:

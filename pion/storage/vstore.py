@@ -41,7 +41,13 @@ from pion.storage.journal import Journal
 from pion.storage.ledger import Ledger
 from pion.storage.ordered import SortedMap
 from pion.storage.prefix_index import PrefixIndex
-from pion.storage.unit import Side, Unit, split_sid
+from pion.storage.unit import SIDES, K, Side, Unit, split_sid
+
+MOST_SESSIONS: Final = 2
+"""Sessions that one change can need: both sides of a prefix."""
+
+EXPIRED_FIRST: Final = 64
+"""Expired prefixes dropped before one is evicted; the reaper finds the rest."""
 
 EXPIRY_SLACK: Final = 1024
 """Outdated entries of the expiry heap that are not worth a clean-up."""
@@ -57,7 +63,7 @@ class VStoreStatistics:
     sessions: int
     max_sessions: int
     prefix_tokens: int
-    """Rows in layer 0 of all K sides."""
+    """Rows in layer 0 of all K sides, pending prefixes not counted."""
     fetches: int
     evicted: int
     expired: int
@@ -128,9 +134,14 @@ class VStore:
         return unit
 
     def any_prefix(self, ns: bytes) -> Unit | None:
-        """The prefix of that name with at least one side, pending or not."""
+        """The unit of that name with at least one side, pending or not."""
         unit = self.prefixes.get(ns)
         return unit if unit is not None and self._alive(unit) else None
+
+    def whole_prefix(self, ns: bytes) -> Unit | None:
+        """The prefix of that name with both sides, pending or not."""
+        unit = self.any_prefix(ns)
+        return unit if unit is not None and unit.sessions == len(SIDES) else None
 
     def find_session(self, sid: bytes) -> tuple[Unit, Side] | None:
         """The unit and side of a session, or None."""
@@ -159,7 +170,7 @@ class VStore:
     def match(self, hashes: bytes, block_size: int | None, within: bytes) -> tuple[Unit, int, int] | None:
         """See `PrefixIndex.match`. Touches nothing."""
         while True:
-            found = self.index.match(hashes, block_size, within)
+            found = self.index.match(hashes, block_size, within, self.prefix_names)
             if found is None or self._alive(found[0]):
                 return found
 
@@ -184,6 +195,9 @@ class VStore:
         changed.
         """
         check, apply, need = _RULES[type(change)]
+        if need is not None and self.sessions + MOST_SESSIONS > self.config.max_sessions:
+            # What is over goes before what is merely old; before the check, so that it sees what is left.
+            self.drop_expired(EXPIRED_FIRST)
         check(self, change)
         if need is not None:
             sessions, protected = need(self, change)
@@ -262,6 +276,13 @@ class VStore:
                 return
             self.evict(victim)
 
+    def payload_refused(self, owner: int, sid: bytes) -> None:
+        """Rows that a connection sent for a session were refused for want of memory: what it was filling is dropped."""
+        found = self.held_session(sid)
+        pending = found[0].pending if found is not None else None
+        if found is not None and pending is not None and pending.owner == owner:
+            self.commit(DropPrefix(found[0].name, Reason.ABANDONED))
+
     def disconnect(self, owner: int) -> None:
         """A connection closed: its incomplete registrations are dropped."""
         for unit in list(self.pending.get(owner, ())):
@@ -296,13 +317,16 @@ class VStore:
 
     def statistics(self) -> VStoreStatistics:
         """The counters now."""
-        pending = sum(len(units) for units in self.pending.values())
+        pending = incomplete_tokens = 0
+        for unit in (unit for units in self.pending.values() for unit in units):
+            rows = unit.layer(K, 0)
+            pending, incomplete_tokens = pending + 1, incomplete_tokens + (rows.count if rows is not None else 0)
         return VStoreStatistics(
             prefixes=self.whole - pending,
             pending=pending,
             sessions=self.sessions,
             max_sessions=self.config.max_sessions,
-            prefix_tokens=self.prefix_tokens,
+            prefix_tokens=self.prefix_tokens - incomplete_tokens,
             fetches=self.fetches,
             evicted=self.dropped[Reason.EVICTED],
             expired=self.dropped[Reason.EXPIRED],

@@ -109,7 +109,7 @@ def recount(store: VStore) -> tuple[int, int, int]:
         charged += UNIT_COST + len(unit.name) + len(unit.meta or b"")
         charged += CHAIN_COST * (unit.parent is not None) + PENDING_COST * (unit.pending is not None)
         if unit.table is not None:
-            members = unit.table._members
+            members = unit.table.members
             charged += TABLE_COST + len(unit.table.chain) + (members.nbytes if members is not None else 0)
         sessions += unit.sessions
         for side in SIDES:

@@ -60,6 +60,8 @@ class Prefix:
             return self.hashes
         inherited = self.parent.all_hashes()
         blocks = self.offset // 2
+        if not blocks:
+            return self.hashes
         if inherited is None or len(inherited) < blocks:
             return None
         return inherited[:blocks] + self.hashes
@@ -107,13 +109,16 @@ class Machine(RuleBasedStateMachine):
 
     def room(self, need: int, protected: list[Prefix]) -> bool:
         excess = self.sessions() + need - MAX_SESSIONS
-        victims = []
-        for unit in self.used if need > 0 else []:
-            if excess <= 0:
+        victims: list[Prefix] = []
+        while need > 0 and excess > 0:
+            for unit in self.used:
+                kept = unit in protected or unit in victims or unit.pinned or unit.owner is not None
+                if not kept and all(child in victims for child in self.children(unit)):
+                    break
+            else:
                 break
-            if unit not in protected and not unit.pinned and unit.owner is None and not self.children(unit):
-                victims.append(unit)
-                excess -= len(unit.sides)
+            victims.append(unit)
+            excess -= len(unit.sides)
         if need > 0 and excess > 0:
             return False
         for unit in victims:
@@ -243,6 +248,17 @@ class Machine(RuleBasedStateMachine):
             ]
             if unit.declared is None and (self.children(unit) or outside):
                 return True
+            holds = unit.declared is not None and unit.owner is None
+            if holds and hashes is not None and hashes != unit.hashes:
+                return True
+        elif unit is not None and unit.declared and unit.owner is None and hashes not in (None, unit.hashes):
+            return True
+        if declared:
+            above = unit.parent if unit is not None else None
+            if above is None and parent:
+                above = self.units.get(parent[0])
+            if above is not None and any(not p.declared or p.declared[0] != declared[0] for p in above.chain()):
+                return True
         offset = unit.offset if unit else 0
         if parent:
             above = self.units.get(parent[0])
@@ -265,7 +281,7 @@ class Machine(RuleBasedStateMachine):
     def drop(self, ns: str, cascade: bool) -> None:
         reply = self.call(0, "KV.PREFIX.DROP", *(["CASCADE"] if cascade else []), ns)
         unit = self.units.get(ns)
-        if unit is None:
+        if unit is None or len(unit.sides) < 2:
             assert reply == 0
         elif self.children(unit) and not cascade:
             assert reply.startswith("-ERR")
@@ -282,6 +298,7 @@ class Machine(RuleBasedStateMachine):
         assert reply == len(found)
         for unit, side in found:
             del unit.sides[side]
+            unit.pinned = False
             if not unit.sides:
                 self.remove(unit)
 
@@ -289,7 +306,7 @@ class Machine(RuleBasedStateMachine):
     def mark(self, ns: str, verb: str) -> None:
         reply = self.call(0, f"KV.PREFIX.{verb}", ns)
         unit = self.units.get(ns)
-        if unit is None:
+        if unit is None or len(unit.sides) < 2:
             assert reply == 0
         elif verb == "PERSIST":
             assert reply == bool(unit.expires_s)
@@ -371,7 +388,7 @@ class Machine(RuleBasedStateMachine):
         assert statistics.prefix_tokens == sum(
             sum(layer == 0 for layer, _ in unit.sides.get("k", {}))
             for unit in self.units.values()
-            if unit.name not in "st"
+            if unit.name not in "st" and unit.owner is None
         )
 
     @invariant()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import attrs
 import numpy as np
 import pytest
 import trio
@@ -119,8 +120,9 @@ class TestRegister:
         assert call(kv, "V.STORE", "a_pk", 0, 0, b"xxxx").startswith("-ERR no session")
 
     def test_same_shape_updates_options_other_shape_is_refused(self, kv) -> None:
-        declare(kv, "a", 2, "META", "one", "BLOCKS", 1, 1, pack(7))
         again = ("KV.PREFIX.REGISTER", "a", 1, "fp32")
+        assert call(kv, *again, "META", "one", "BLOCKS", 1, 1, pack(7)) == "OK"
+        fill(kv, "a", 0, 2)
         assert call(kv, *again, "META", "two", "EX", 50, "PIN", "BLOCKS", 2, 1, pack(9)) == "OK"
         assert call(kv, "KV.PREFIX.META", "a") == b"two"
         assert call(kv, "KV.PREFIX.TTL", "a") == 50
@@ -130,11 +132,57 @@ class TestRegister:
         assert call(kv, *again) == "OK"
         assert call(kv, "KV.PREFIX.META", "a") == b"two"
         assert call(kv, *again, "LAYERS", 1, "TOKENS", 2) == "OK"
-        for change in [("LAYERS", 2, "TOKENS", 2), ("LAYERS", 1, "TOKENS", 3), ("LAYERS", 1, "TOKENS", 2, "STATES", 1)]:
+        for change in [("LAYERS", 2, "TOKENS", 2), ("LAYERS", 1, "TOKENS", 3)]:
             assert call(kv, *again, *change).startswith("-EXISTS prefix 'a' exists with another declaration")
         assert call(kv, "KV.PREFIX.REGISTER", "a", 2, "fp32").startswith("-EXISTS prefix 'a' exists with another shape")
         assert call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp16").startswith("-EXISTS")
         assert call(kv, "KV.PREFIX.FETCH", "a") == [rows("k", 0, 2), rows("v", 0, 2)]
+
+    def test_what_a_complete_prefix_holds_is_not_relabelled(self, kv) -> None:
+        """While it is pending its owner may still say what it will be."""
+        again = ("KV.PREFIX.REGISTER", "a", 1, "fp32")
+        assert call(kv, *again, "LAYERS", 1, "TOKENS", 2) == "OK"
+        assert call(kv, *again, "META", "zero", "BLOCKS", 2, 1, pack(8)) == "OK"
+        assert call(kv, *again, "META", "one", "BLOCKS", 1, 1, pack(7)) == "OK"
+        fill(kv, "a", 0, 2)
+        declare(kv, "plain", 1)
+        before = snapshot(kv.services.vstore), kv.services.vstore.ledger.statistics()
+        for change in [("META", "two"), ("META", ""), ("BLOCKS", 1, 1, pack(9)), ("BLOCKS", 2, 1, pack(7))]:
+            for ns in ("a", "plain"):
+                reply = call(kv, "KV.PREFIX.REGISTER", ns, 1, "fp32", *change, "PIN")
+                assert reply == f"-EXISTS prefix '{ns}' is complete and its {change[0]} can't be changed"
+        assert (snapshot(kv.services.vstore), kv.services.vstore.ledger.statistics()) == before
+        assert call(kv, *again, "META", "one", "BLOCKS", 1, 1, pack(7), "PIN", "EX", 5) == "OK"
+        assert call(kv, "KV.PREFIX.TTL", "a") == 5
+        assert call(kv, "KV.PREFIX.MATCH", 1, pack(7)) == [b"a", 1, 1]
+
+    def test_states_are_refused(self, kv) -> None:
+        """Nothing can store them yet, so the prefix would never be complete."""
+        reply = call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32", "LAYERS", 0, "TOKENS", 5, "STATES", 2)
+        assert reply == "-ERR STATES must be 0: this version lacks the SSM.PREFIX family, which stores states"
+        assert call(kv, "V.LIST") == [b"0", []]
+        assert call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32", "LAYERS", 0, "TOKENS", 5, "STATES", 0) == "OK"
+
+    def test_a_refused_payload_drops_what_was_pending(self, kv) -> None:
+        other = kv.client()
+        store = kv.services.vstore
+        declare(kv, "done", 1)
+        call(kv, "V.CREATE", "s", 1)
+        for ns in ("a", "b"):
+            assert call(kv, "KV.PREFIX.REGISTER", ns, 1, "fp32", "LAYERS", 1, "TOKENS", 2) == "OK"
+        (refused,) = kv.services.refused
+        before = snapshot(store)
+        refused(kv.context.session, [b"V.STORE"])
+        for sid in (b"s", b"done_pk", b"x_pk"):
+            refused(kv.context.session, [b"V.STORE", sid])
+        refused(kv.context.session, [b"SET", b"a_pk"])
+        refused(other.context.session, [b"V.STOREBATCH", b"a_pk"])
+        assert snapshot(store) == before
+        refused(kv.context.session, [b"v.storebatch", b"a_pv"])
+        assert call(kv, "V.STORE", "a_pk", 0, 0, b"xxxx") == "-ERR no session 'a_pk'"
+        assert call(other, "KV.PREFIX.REGISTER", "a", 1, "fp32", "LAYERS", 1, "TOKENS", 2) == "OK"
+        assert call(kv, "V.STORE", "b_pk", 0, 0, b"xxxx") == "OK"
+        assert store.dropped[Reason.ABANDONED] == 1
 
     def test_declaring_what_is_there(self, kv) -> None:
         call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32")
@@ -151,8 +199,6 @@ class TestRegister:
         assert call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32", "LAYERS", 0, "TOKENS", 5) == "OK"
         assert lookup(kv, "a") == "HIT"
         assert kv.services.receipt.kvprefix_tokens_served == 5
-        assert call(kv, "KV.PREFIX.REGISTER", "b", 1, "fp32", "LAYERS", 0, "TOKENS", 5, "STATES", 2) == "OK"
-        assert lookup(kv, "b") == "MISS"
 
     def test_sides_made_by_hand_are_a_prefix(self, kv) -> None:
         call(kv, "V.CREATE", "a_pk", 1, "VQUANT", "fp32")
@@ -165,8 +211,19 @@ class TestRegister:
         assert call(kv, "KV.PREFIX.FETCH", "a") == [rows("k", 0, 2), rows("v", 0, 2)]
         assert call(kv, "V.DROP", "a_pv") == 1
         assert lookup(kv, "a") == "MISS"
-        assert call(kv, "KV.PREFIX.DROP", "a") == 1
-        assert call(kv, "V.LIST") == [b"0", []]
+        assert call(kv, "V.LIST") == [b"0", [b"a_pk"]]
+
+    def test_one_side_made_by_hand_is_no_prefix(self, kv) -> None:
+        call(kv, "V.CREATE", "a_pk", 1, "VQUANT", "fp32")
+        assert call(kv, "KV.PREFIX.TTL", "a") == -2
+        for verb in ("PIN", "UNPIN", "PERSIST", "DROP"):
+            assert call(kv, f"KV.PREFIX.{verb}", "a") == 0
+        call(kv, "V.CREATE", "a_pv", 1, "VQUANT", "fp32")
+        assert call(kv, "KV.PREFIX.TTL", "a") == -1
+        assert call(kv, "KV.PREFIX.PIN", "a") == 1
+        assert call(kv, "V.DROP", "a_pk") == 1
+        call(kv, "V.CREATE", "a_pk", 1, "VQUANT", "fp32")
+        assert call(kv, "KV.PREFIX.UNPIN", "a") == 0
 
     def test_a_registered_side_is_dropped_with_its_prefix_only(self, kv) -> None:
         declare(kv, "a", 1)
@@ -229,6 +286,10 @@ class TestRegister:
             ("BLOCKS", "64", "1", pack(1)[:-1]),
             ("BLOCKS", "64", "1", pack(1) + b"x"),
             ("BLOCKS", "64", "-1", b""),
+            ("BLOCKS", "64", "131073", bytes(8 * 131_073)),
+            ("LAYERS", "8193", "TOKENS", "1"),
+            ("STATES", "0"),
+            ("LAYERS", "1", "TOKENS", "1", "STATES", "1"),
             ("BLOCKS", "2", "3", pack(1, 2, 3), "LAYERS", "1", "TOKENS", "5"),
             ("PREFILL_MS", "-1"),
             ("PREFILL_MS", "nan"),
@@ -473,9 +534,73 @@ class TestChains:
         assert call(chain, "KV.PREFIX.MEMBERSHIP", "mid", 3, pack(40, 1, 30)) == b"\x05"
 
     def test_a_parents_new_hashes_move_its_children(self, chain) -> None:
-        assert call(chain, "KV.PREFIX.REGISTER", "root", 1, "fp32", "BLOCKS", 2, 3, pack(9, 8, 7)) == "OK"
-        assert call(chain, "KV.PREFIX.MATCH", 5, pack(1, 2, 30, 40, 50)) is None
-        assert call(chain, "KV.PREFIX.MATCH", 5, pack(9, 8, 30, 40, 50)) == [b"leaf", 5, 10]
+        kv = chain
+        assert call(kv, "KV.PREFIX.REGISTER", "open", 1, "fp32", "BLOCKS", 2, 2, pack(1, 2)) == "OK"
+        fill(kv, "open", 0, 4)
+        options = ("PARENT", "open", 4, "BLOCKS", 2, 2, pack(33, 44))
+        assert call(kv, "KV.PREFIX.REGISTER", "child", 1, "fp32", *options) == "OK"
+        assert call(kv, "KV.PREFIX.MATCH", 4, pack(1, 2, 33, 44)) == [b"child", 4, 8]
+        assert call(kv, "KV.PREFIX.REGISTER", "open", 1, "fp32", "BLOCKS", 2, 2, pack(9, 8)) == "OK"
+        assert call(kv, "KV.PREFIX.MATCH", 4, pack(1, 2, 33, 44))[1:] == [2, 4]
+        assert call(kv, "KV.PREFIX.MATCH", 4, pack(9, 8, 33, 44)) == [b"child", 4, 8]
+
+    def test_a_declared_prefix_continues_declared_ones_of_as_many_layers(self, kv) -> None:
+        call(kv, "KV.PREFIX.REGISTER", "open", 1, "fp32")
+        fill(kv, "open", 0, 4)
+        declare(kv, "two", 4, layers=2)
+        assert call(kv, "KV.PREFIX.REGISTER", "onopen", 1, "fp32", "PARENT", "open", 4) == "OK"
+        before = snapshot(kv.services.vstore)
+        one = ("LAYERS", 1, "TOKENS", 2)
+        why = "is not declared, so its rows may change; a declared prefix can continue declared ones only"
+        for ns, options in [
+            ("leaf", ("PARENT", "open", 4, *one)),
+            ("onopen", one),
+            ("onopen", ("PARENT", "open", 4, *one)),
+        ]:
+            reply = call(kv, "KV.PREFIX.REGISTER", ns, 1, "fp32", *options)
+            assert reply == f"-ERR PARENT: prefix 'open' {why}"
+        reply = call(kv, "KV.PREFIX.REGISTER", "leaf", 1, "fp32", "PARENT", "onopen", 0, *one)
+        assert reply == f"-ERR PARENT: prefix 'onopen' {why}"
+        reply = call(kv, "KV.PREFIX.REGISTER", "leaf", 1, "fp32", "PARENT", "two", 4, *one)
+        assert reply == "-ERR PARENT: prefix 'two' has 2 LAYERS, got 1"
+        assert snapshot(kv.services.vstore) == before
+        declare(kv, "leaf", 2, "PARENT", "two", 3, layers=2)
+        assert call(kv, "KV.PREFIX.FETCH", "leaf") == [rows(side, 0, 3) + rows(side, 0, 2) for side in "kvkv"]
+
+    def test_an_undeclared_child_of_an_undeclared_parent_is_the_seeds(self, kv) -> None:
+        call(kv, "KV.PREFIX.REGISTER", "open", 1, "fp32")
+        fill(kv, "open", 0, 2)
+        assert call(kv, "KV.PREFIX.REGISTER", "leaf", 1, "fp32", "PARENT", "open", 2) == "OK"
+        fill(kv, "leaf", 0, 2)
+        assert call(kv, "KV.PREFIX.FETCH", "leaf")[0] == rows("k", 0, 2) * 2
+        fill(kv, "leaf", 0, 2, layers=2)
+        assert call(kv, "KV.PREFIX.FETCH", "leaf") == "-ERR no row 0 in layer 1"
+
+    def test_a_chain_that_could_not_be_fetched_is_refused(self, kv) -> None:
+        schema = ("K", "fp32@0*8192", "V", "fp32@0*8192", "LAYERS", 8192, "TOKENS", 1)
+        assert call(kv, "KV.PREFIX.REGISTER.SCHEMA", "root", *schema) == "OK"
+        assert call(kv, "KV.PREFIX.FETCH", "root") == [b""] * 16_384
+        reply = call(kv, "KV.PREFIX.REGISTER.SCHEMA", "leaf", *schema, "PARENT", "root", 1)
+        assert reply.startswith("-ERR PARENT: 8192 LAYERS in 2 segments are 32768 parts, at most 16384")
+        assert lookup(kv, "leaf") == "MISS"
+
+    def test_too_many_parts_are_refused(self, kv) -> None:
+        call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32")
+        call(kv, "V.STORE", "a_pk", 0, 0, b"xxxx")
+        call(kv, "V.STORE", "a_pk", 8192, 0, b"xxxx")
+        reply = call(kv, "KV.PREFIX.FETCH", "a", "RANGE", 0, 1)
+        assert reply.startswith("-ERR 8193 layers on two sides in 1 segments are 16386 parts, at most 16384")
+
+    def test_a_child_behind_less_than_a_block_can_be_matched(self, kv) -> None:
+        declare(kv, "root", 1)
+        declare(kv, "leaf", 3, "PARENT", "root", 1, "BLOCKS", 2, 2, pack(5, 6))
+        assert call(kv, "KV.PREFIX.MATCH", 2, pack(5, 6)) == [b"leaf", 2, 4]
+
+    def test_the_blocks_of_a_chain_are_bounded(self, kv) -> None:
+        declare(kv, "root", 6, "BLOCKS", 2, 3, pack(1, 2, 3))
+        options = ("PARENT", "root", 4, "BLOCKS", 2, 131_071, bytes(8 * 131_071))
+        reply = call(kv, "KV.PREFIX.REGISTER", "leaf", 1, "fp32", *options)
+        assert reply == "-ERR BLOCKS: a chain has at most 131072 blocks, this is 131073"
 
     def test_a_gap_in_the_hashes_cannot_match(self, kv) -> None:
         declare(kv, "root", 6)
@@ -512,7 +637,7 @@ class TestChains:
         declare(kv, "root", 4, "BLOCKS", 2, 2, pack(1, 2))
         before = snapshot(kv.services.vstore)
         writer = kv.client()
-        options = ("LAYERS", 2, "TOKENS", 4, "PARENT", "root", 4, "BLOCKS", 2, 2, pack(3, 4))
+        options = ("LAYERS", 1, "TOKENS", 4, "PARENT", "root", 4, "BLOCKS", 2, 2, pack(3, 4))
         assert call(writer, "KV.PREFIX.REGISTER", "half", 1, "fp32", *options) == "OK"
         call(writer, "V.STOREBATCH", "half_pk", 0, 0, 4, rows("k", 0, 4))
         assert call(writer, "V.STOREBATCH", "half_pv", 0, 0, 4, b"short").startswith("-ERR blob must be")
@@ -542,6 +667,34 @@ class TestExpiryAndPins:
         assert call(kv, "KV.PREFIX.PERSIST", "a") == 0
         assert call(kv, "KV.PREFIX.TTL", "a") == -1
         assert call(kv, "KV.PREFIX.PERSIST", "nobody") == 0
+
+    @pytest.mark.parametrize("verb", ["DROP", "PIN", "PERSIST"])
+    def test_time_that_passes_inside_a_command(self, kv, clock, monkeypatch, verb) -> None:
+        """The root expires between two looks at the clock."""
+        declare(kv, "root", 1, "EX", 5)
+        declare(kv, "leaf", 1, "PARENT", "root", 1, "EX", 100)
+        start, looks = clock.wall_s(), iter(range(100))
+        monkeypatch.setattr(clock, "wall_s", lambda: start + 5 * (next(looks) > 0))
+        assert call(kv, f"KV.PREFIX.{verb}", "leaf", *(["root"] if verb == "DROP" else [])) == int(verb != "DROP")
+
+    def test_what_has_expired_goes_before_what_is_old(self, clock) -> None:
+        kv = make_kv(clock, max_sessions=4)
+        declare(kv, "old", 1)
+        declare(kv, "over", 1, "EX", 5)
+        clock.advance(5)
+        declare(kv, "new", 1)
+        assert [lookup(kv, ns) for ns in ("old", "over", "new")] == ["HIT", "MISS", "HIT"]
+        assert kv.services.vstore.statistics().evicted == 0
+
+    def test_a_parent_may_go_once_its_leaf_is_chosen(self) -> None:
+        kv = make_kv(max_sessions=6)
+        declare(kv, "root", 1)
+        declare(kv, "leaf", 1, "PARENT", "root", 1)
+        declare(kv, "late", 1, "PIN")
+        call(kv, "CONFIG", "SET", "max-sessions", 4)
+        kv.services.vstore.config = attrs.evolve(kv.services.config, max_sessions=4)
+        assert call(kv, "KV.PREFIX.REGISTER", "new", 1, "fp32") == "OK"
+        assert [lookup(kv, ns) for ns in ("root", "leaf", "late", "new")] == ["MISS", "MISS", "HIT", "HIT"]
 
     @pytest.mark.parametrize(
         ("args", "reply"),
@@ -618,6 +771,31 @@ class TestHashes:
             assert (bitmap[index // 8] >> (index % 8)) & 1 == (probe in members)
         assert call(kv, "KV.PREFIX.MEMBERSHIP", "a", 0, b"") == b""
         assert call(kv, "KV.PREFIX.MEMBERSHIP", "nobody", 0, b"") == "UNKNOWN"
+
+    async def test_a_large_table_is_arranged_outside_the_loop(self, kv, monkeypatch) -> None:
+        table = np.arange(20_000, dtype=np.uint64)
+        register = ("KV.PREFIX.REGISTER", "a", 1, "fp32", "BLOCKS", 1)
+        call(kv, *register, 20_000, table.tobytes())
+        base = kv.services.vstore.ledger.charged_bytes
+        hops: list[object] = []
+
+        async def in_thread(context, function, *args):
+            hops.append(function)
+            if len(hops) == 1:
+                call(kv, *register, 1, pack(7))
+            return function(*args)
+
+        monkeypatch.setattr(type(kv.context), "in_thread", in_thread)
+        probe = ("KV.PREFIX.MEMBERSHIP", "a", 2, pack(7, 8))
+        assert plain(await kv.call(*probe)) == b"\x03"
+        assert plain(await kv.call(*probe)) == b"\x01"
+        assert len(hops) == 1
+        unit = kv.services.vstore.prefixes[b"a"]
+        assert kv.services.vstore.ledger.charged_bytes == base - 8 * 19_999 + unit.table.members.nbytes
+        call(kv, *register, 20_000, table.tobytes())
+        for _ in range(2):
+            assert plain(await kv.call(*probe)) == b"\x03"
+        assert len(hops) == 2
 
     @pytest.mark.parametrize(
         ("count", "blob"), [("2", pack(1)), ("1", pack(1)[:-1]), ("1", pack(1) + b"x"), ("-1", b""), ("x", b"")]
@@ -700,6 +878,19 @@ class TestListAndInfo:
         assert int(fields["memory_charged_bytes"]) == kv.services.vstore.ledger.charged_bytes
         assert fields["pending_prefixes"] == "1"
 
+    def test_tokens_of_pending_prefixes_are_not_counted_yet(self, kv) -> None:
+        call(kv, "KV.PREFIX.REGISTER", "p", 1, "fp32", "LAYERS", 1, "TOKENS", 3)
+        call(kv, "V.STOREBATCH", "p_pk", 0, 0, 3, rows("k", 0, 3))
+        assert "total_prefix_tokens:0\r\n" in call(kv, "KV.PREFIX.INFO")
+        call(kv, "V.STOREBATCH", "p_pv", 0, 0, 3, rows("v", 0, 3))
+        assert "total_prefix_tokens:3\r\n" in call(kv, "KV.PREFIX.INFO")
+
+    def test_fetch_options_in_any_order(self, kv) -> None:
+        declare(kv, "a", 3)
+        wanted = [rows("k", 1, 2), rows("v", 1, 2)]
+        assert call(kv, "KV.PREFIX.FETCH", "a", "RANGE", 1, 2, "AS", "native") == wanted
+        assert call(kv, "KV.PREFIX.FETCH", "a", "as", "native", "range", 1, 2) == wanted
+
     @pytest.mark.parametrize("verb", ["META", "CHAIN", "TTL", "PERSIST", "PIN", "UNPIN", "BLOCKS", "DROP", "FETCH"])
     def test_names_of_a_wrong_length_are_refused(self, kv, verb) -> None:
         for value in ("", "x" * 4097, memoryview(bytes(65536))):
@@ -709,7 +900,17 @@ class TestListAndInfo:
         assert call(kv, f"KV.PREFIX.{verb}").startswith("-ERR wrong number of arguments for 'kv.prefix.")
 
     @pytest.mark.parametrize(
-        "options", [("RANGE", "0"), ("RANGE", "2", "1"), ("RANGE", "0", "1", "2"), ("AS",), ("AS", "x"), ("ALL",)]
+        "options",
+        [
+            ("RANGE", "0", "1", "RANGE", "0", "1"),
+            ("AS", "fp32", "AS", "fp32"),
+            ("RANGE", "0"),
+            ("RANGE", "2", "1"),
+            ("RANGE", "0", "1", "2"),
+            ("AS",),
+            ("AS", "x"),
+            ("ALL",),
+        ],
     )
     def test_bad_fetch_options(self, kv, options) -> None:
         declare(kv, "a", 3)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pion.config import CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Stream
 from pion.testing import Harness
 from tests.commands.kv_support import make_kv, now, plain, snapshot
@@ -360,6 +361,37 @@ async def test_large_conversions_leave_the_loop_and_agree(kv) -> None:
     expected = rows.astype(np.float16)
     assert plain(reply) == expected.astype(np.float32).tobytes()
     assert plain(await kv.call("V.FETCH", "s", 0, "RANGE", 0, 3000, "AS", "native")) == expected.tobytes()
+
+
+def test_only_a_little_of_a_reply_is_converted_at_once(kv) -> None:
+    """Many parts, each small: all of them together are what the loop would have to make, and memory to keep."""
+    rows = np.random.default_rng(1).standard_normal((256, 512)).astype(np.float16)
+    call(kv, "V.CREATE", "s", 512, "VQUANT", "fp16")
+    call(kv, "V.STOREBATCH", "s", 0, 0, 256, "AS", "native", rows.tobytes())
+    single, pair, many = rows.astype(np.float32).tobytes(), rows[:2].astype(np.float32).tobytes(), 300
+    for start_stop, wanted in (((0, 100), single[: 100 * 2048]), ((0, 256), single), ((0, 2), pair)):
+        reply = now_raw(kv, "V.FETCH", "s", "BATCH", many, *(0, *start_stop) * many)
+        made = sum(part.nbytes for part in reply if isinstance(part, Blob))
+        assert made <= CONVERT_IN_THREAD_BYTES
+        streams = [part for part in reply if isinstance(part, Stream)]
+        assert len(streams) >= many // 2
+        # What isn't made in a thread was made there with the one before, so no hop is paid for a tiny part.
+        hops = [index for index, stream in enumerate(streams) if stream.in_thread]
+        assert hops[0] == 0
+        assert max(np.diff([*hops, len(streams)])) <= 64
+        assert len(hops) <= -(-sum(stream.nbytes for stream in streams) // 500_000) + len(streams) // 64 + 1
+        assert plain(reply) == [wanted] * many
+        del reply
+
+
+def test_parts_in_any_order_and_more_than_once(kv) -> None:
+    rows = np.arange(4096, dtype=np.float16).reshape(8, 512)
+    call(kv, "V.CREATE", "s", 512, "VQUANT", "fp16")
+    call(kv, "V.STOREBATCH", "s", 0, 0, 8, "AS", "native", rows.tobytes())
+    reply = now_raw(kv, "V.FETCH", "s", "BATCH", 200, *(0, 0, 8) * 200)
+    wanted = rows.astype(np.float32).tobytes()
+    for part in (*reversed(reply), reply[100], reply[-1]):
+        assert plain(part) == wanted
 
 
 def test_many_small_blocks_are_joined_for_the_reply(kv) -> None:

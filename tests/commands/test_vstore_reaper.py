@@ -66,6 +66,19 @@ async def test_memory_is_given_back_after_much_was_freed(autojump_clock, monkeyp
         nursery.cancel_scope.cancel()
 
 
+async def test_what_is_left_of_an_overwritten_block_is_copied_out() -> None:
+    kv = make_kv()
+    now(kv.call("V.CREATE", "s", 256, "VQUANT", "fp32"))
+    for count, letter in ((8192, b"x"), (5000, b"y")):
+        now(kv.call("V.STOREBATCH", "s", 0, 0, count, memoryview(letter * (1024 * count))))
+    ledger = kv.services.vstore.ledger
+    assert ledger.charged_bytes > 1024 * (8192 + 5000)
+    await Reaper(kv.services).once()
+    assert ledger.charged_bytes < 1024 * 8192 + 10_000
+    assert ledger.payload_bytes == 1024 * 8192
+    assert now(kv.call("V.FETCH", "s", 0, "RANGE", 4999, 5001)) == b"y" * 1024 + b"x" * 1024
+
+
 async def test_many_new_units_leave_the_collectors_sight(monkeypatch) -> None:
     frozen: list[int] = []
     monkeypatch.setattr(reclaim.gc, "freeze", lambda: frozen.append(1))

@@ -121,3 +121,38 @@ def test_a_view_survives_every_later_store() -> None:
     del spans, view
     assert ledger.charged_bytes == 0
     assert ledger.sending_bytes == 0
+
+
+def test_a_large_rest_is_compacted_piece_by_piece() -> None:
+    """Copying what is left of a large buffer would hold the loop; until it is copied the buffer is charged whole."""
+    ledger = Ledger()
+    layer = Layer(KIB, ledger)
+    old = bytes(range(256)) * 4
+    layer.store(0, 10 * KIB, old * (10 * KIB))
+    kept = layer.gather(9 * KIB, 9 * KIB + 1)
+    layer.store(2 * KIB, 6 * KIB, b"n" * (6 * KIB * KIB))
+    assert len(layer.blocks) == 3
+    assert held(layer) == 16 * KIB * KIB
+    layer.store(8 * KIB, 1, b"m" * KIB)
+    pieces = 0
+    while ledger.work_off():
+        pieces += 1
+        assert row(layer, 0, 1) == row(layer, 9 * KIB, 9 * KIB + 1) == old
+    assert pieces >= 3
+    assert all(block.memory.nbytes <= MERGE_BYTES for block in layer.blocks if block.start != 2 * KIB)
+    assert bytes(kept[0][0].view(9 * KIB, 9 * KIB + 1, KIB)) == old
+    assert ledger.sending_bytes == 10 * KIB * KIB
+    del kept
+    check(layer, ledger)
+    assert row(layer, 8 * KIB, 8 * KIB + 2) == b"m" * KIB + old
+    assert not ledger.work_off()
+
+
+def test_work_on_a_layer_that_is_gone_is_none() -> None:
+    ledger = Ledger()
+    layer = Layer(KIB, ledger)
+    layer.store(0, 8 * KIB, bytes(8 * KIB * KIB))
+    layer.store(0, 5 * KIB, bytes(5 * KIB * KIB))
+    layer.clear()
+    assert ledger.charged_bytes == 0
+    assert not ledger.work_off()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pion.storage import prefix_index
 from pion.storage.ledger import Ledger
+from pion.storage.ordered import SortedMap
 from pion.storage.prefix_index import BlockTable, PrefixIndex
 from pion.storage.unit import Unit
 
@@ -35,24 +38,31 @@ def shared(one: list[int], other: list[int]) -> int:
     st.none() | SIZES,
 )
 def test_agrees_with_a_search_through_everything(tables, removed, wanted, within, size) -> None:
-    index, ledger = PrefixIndex(), Ledger()
+    check(tables, removed, wanted, within, size)
+
+
+def check(tables, removed, wanted, within, size) -> None:
+    index, ledger, names = PrefixIndex(), Ledger(), SortedMap()
     units: list[Unit] = []
     for number, (block_size, hashes, tag) in enumerate(tables):
         unit = Unit(f"{tag}{number}".encode(), lone=False)
         unit.table = BlockTable(block_size, pack(hashes), None, 0, ledger)
+        unit.partial = False
         index.add(unit)
         index.add(unit)
+        names.set(unit.name, unit)
         units.append(unit)
     for number in removed:
         if number < len(units):
             index.remove(units[number])
             index.remove(units[number])
+            units[number].partial = True
     lengths = {
         unit.name: shared(hashes, wanted) * block_size
         for number, (unit, (block_size, hashes, tag)) in enumerate(zip(units, tables, strict=True))
         if number not in removed and tag.startswith(within) and size in (None, block_size)
     }
-    found = index.match(pack(wanted), size, within.encode())
+    found = index.match(pack(wanted), size, within.encode(), names)
     best = max(lengths.values(), default=0)
     if not best:
         assert found is None
@@ -62,3 +72,41 @@ def test_agrees_with_a_search_through_everything(tables, removed, wanted, within
         assert blocks * block_size == best == lengths[unit.name]
         assert unit.table is not None
         assert unit.table.block_size == block_size
+
+
+@given(
+    st.lists(st.tuples(st.just(1), HASHES, st.just("y")), max_size=25),
+    st.lists(st.tuples(st.just(1), HASHES, st.just("x")), max_size=4),
+    HASHES,
+)
+def test_few_names_are_found_among_any_number_of_others(others, wanted_names, wanted) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_index, "WALK_ENTRIES", 4)
+        check([*others, *wanted_names], [], wanted, "x", None)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_search_among_other_names_is_bounded(alike) -> None:
+    """20,000 prefixes of others with the same beginning, and more names of one's own than are looked at."""
+    index, ledger, names = PrefixIndex(), Ledger(), SortedMap()
+    looked = 0
+
+    class Name(bytes):
+        def startswith(self, *args) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().startswith(*args)
+
+    for number in range(20_000):
+        mine = number % 20 == 0
+        unit = Unit(Name(b"%s%05d" % (b"x" if mine else b"y", number)), lone=False)
+        unit.partial = False
+        chain = [7] if mine else [1, 2] if alike else [1, 2, number]
+        unit.table = BlockTable(1, pack(chain), None, 0, ledger)
+        index.add(unit)
+        names.set(unit.name, unit)
+    assert index.match(pack([1, 2, 9001]), 1, b"x", names) is None
+    assert looked <= 3 * prefix_index.WALK_ENTRIES + 3
+    found = index.match(pack([1, 2, 9001]), 1, b"y", names)
+    assert found is not None
+    assert found[1] == (2 if alike else 3)

@@ -146,10 +146,12 @@ def test_a_default_width_is_checked_too():
 
 
 def test_long_runs():
-    many = b",".join(b"fp16@%d*1" % (1 + index % 7) for index in range(1000))
-    assert parse(many).layers == 1000
-    with pytest.raises(CommandError, match=r"run 1001 .*more than 1000 layers in all"):
-        parse(many + b",fp16@9*1")
+    many = b",".join(b"fp16@%d*4" % (1 + index % 7) for index in range(256))
+    assert parse(many, max_layers=1024).layers == 1024
+    with pytest.raises(CommandError, match="at most 256 runs, got 257"):
+        parse(many + b",fp16@9*1", max_layers=2000)
+    with pytest.raises(CommandError, match=r"run 250 .*more than 998 layers in all"):
+        parse(many, max_layers=998)
     with pytest.raises(CommandError, match=f"runs must be 1 to {INLINE_ARG_BYTES} bytes long"):
         parse(b"x" * (INLINE_ARG_BYTES + 1))
     with pytest.raises(CommandError, match="runs must be 1 to"):
