@@ -64,7 +64,7 @@ def _announce(started: Started, elapsed_s: float) -> None:
     lines = [
         f"Pion {VERSION} ready in {elapsed_s:.2f} s (pid {os.getpid()})",
         f"  listening  {', '.join(services.listening)}",
-        f"  plugins    {', '.join(services.state['plugins'])} ({len(services.registry)} commands)",
+        f"  plugins    {', '.join(services.plugins)} ({len(services.registry)} commands)",
         f"  sessions   at most {config.max_sessions}, least recently used goes first",
         f"  password   {'required' if config.requirepass else 'none'}",
         f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",

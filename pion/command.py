@@ -35,7 +35,7 @@ class Flag(enum.Flag):
     NO_MULTI = enum.auto()
     """Refused, or run at once, inside MULTI."""
     DENYOOM = enum.auto()
-    """Needs memory, so it is refused when the budget is full."""
+    """Needs memory, so it can fail with `OOM`; the command itself checks, this flag tells clients."""
 
 
 class ArgType(enum.Enum):

@@ -12,13 +12,15 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import attrs
+import trio
 
 from pion.args import show
 from pion.command import Command, Flag
-from pion.errors import CommandError, ExecAbortError, NoAuthError, PionError
+from pion.config import COMMANDS_PER_TURN, TURN_NS
+from pion.errors import CommandError, ExecAbortError, NoAuthError, OutOfMemoryError, PionError
 from pion.monitor import CommandCounter, Monitor
 from pion.registry import Registry
-from pion.replies import QUEUED, Buffer, ErrorReply, Reply
+from pion.replies import QUEUED, Buffer, ErrorReply, Reply, Simple, held_bytes
 
 if TYPE_CHECKING:
     from pion.command import Handler
@@ -28,6 +30,9 @@ logger = logging.getLogger("pion.dispatch")
 
 UNKNOWN_ARGS_SHOWN_BYTES = 128
 """As in Redis: the error for an unknown command quotes this much of its arguments."""
+
+QUEUED_ARGUMENT_BYTES = 56
+"""What Python and a list add to one queued argument."""
 
 
 @attrs.define(eq=False)
@@ -99,7 +104,7 @@ class Dispatcher:
                 session.transaction.failed = True
             return _ready(ErrorReply(error.code, str(error)))
         if session.transaction is not None and not entry.no_multi:
-            return _ready(self._queue(context, argv))
+            return _ready(self._queue(context, entry, argv))
         return self.run(context, entry, argv)
 
     async def run(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
@@ -120,11 +125,33 @@ class Dispatcher:
             plugin = self._registry.origin(entry.command)
             logger.exception("command %s of plugin %s failed (client %s)", entry.name, plugin, context.session.addr)
             reply = ErrorReply("ERR", f"internal error in {entry.name} (plugin {plugin}); see the server's log")
+        else:
+            if type(reply) is ErrorReply:
+                counter.failed += 1
+                self._monitor.count_error(reply.code)
         elapsed = perf_counter_ns() - start
         counter.total_ns += elapsed
         if elapsed >= self._monitor.slower_than_ns:
             self._record_slow(context, entry.command, argv, elapsed)
         return reply
+
+    def unsendable(self, context: Context, entry: Entry, error: TypeError) -> ErrorReply:
+        """What the client gets in place of a value that is no reply; the log names the plugin that returned it."""
+        entry.counter.failed += 1
+        self._monitor.count_error("ERR")
+        plugin = self._registry.origin(entry.command)
+        logger.error(
+            "command %s of plugin %s returned what can't be sent: %s (client %s)",
+            entry.name,
+            plugin,
+            error,
+            context.session.addr,
+        )
+        return ErrorReply("ERR", f"internal error in {entry.name} (plugin {plugin}): {error}")
+
+    def count_refused(self, code: str) -> None:
+        """Account for an error reply to what never became a command: a refused payload, broken protocol."""
+        self._monitor.count_error(code)
 
     def _record_slow(self, context: Context, command: Command, argv: list[Buffer], elapsed_ns: int) -> None:
         if Flag.BLOCKING not in command.flags:
@@ -155,11 +182,13 @@ class Dispatcher:
             raise wrong_arity(entry.command)
         return entry
 
-    def _queue(self, context: Context, argv: list[Buffer]) -> Reply:
+    def _queue(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
         transaction = context.session.transaction
         assert transaction is not None  # noqa: S101  checked by the caller
         config = context.services.config
-        size = sum(map(len, argv))
+        # A payload's own bytes were reserved when it was announced.
+        size = sum(len(arg) for arg in argv if type(arg) is bytes) + QUEUED_ARGUMENT_BYTES * len(argv)
+        reserve = context.session.reserve
         if (
             len(transaction.queue) >= config.max_queued_commands
             or transaction.queued_bytes + size > config.max_receiving_bytes
@@ -170,26 +199,62 @@ class Dispatcher:
                 "ERR",
                 f"MULTI queue is full ({config.max_queued_commands} commands, {config.max_receiving_bytes} bytes)",
             )
-        transaction.queue.append(argv)
+        if reserve is not None and not reserve(size):
+            transaction.failed = True
+            self._monitor.count_error(OutOfMemoryError.code)
+            return ErrorReply(
+                OutOfMemoryError.code,
+                f"no memory to queue {size} bytes now (max-receiving is {config.max_receiving_bytes} bytes)",
+            )
+        transaction.queue.append((entry, argv))
         transaction.queued_bytes += size
         return QUEUED
 
     async def execute_queued(self, context: Context) -> Reply:
         """What EXEC does: run the queued commands in order and return their replies.
 
-        Each command is atomic by itself; other clients' commands may run between two of them.
+        Each command is atomic by itself; other clients' commands may run between two of them. A reply that doesn't fit
+        into `max_exec_reply_bytes` is an OOM error in its place; its command ran, and so do those after it.
         Cancellation: some of the commands may have run; the connection must close.
         """
-        transaction = context.session.transaction
+        session = context.session
+        transaction = session.transaction
         if transaction is None:
             raise CommandError("EXEC without MULTI")
-        context.session.transaction = None
+        session.transaction = None
         if transaction.failed:
             raise ExecAbortError("Transaction discarded because of previous errors.")
         replies: list[Reply] = []
-        for argv in transaction.queue:
-            replies.append(await self.run(context, self.find(argv), argv))
+        left = context.services.config.max_exec_reply_bytes
+        turn_end_ns = perf_counter_ns() + TURN_NS
+        session.in_exec = True
+        try:
+            for entry, argv in transaction.queue:
+                reply = await self.run(context, entry, argv)
+                if type(reply) is not Simple:
+                    try:
+                        size = held_bytes(reply)
+                    except TypeError as error:
+                        reply, size = self.unsendable(context, entry, error), 0
+                    if size > left and type(reply) is not ErrorReply:
+                        reply = self._too_long(context, entry)
+                    else:
+                        left -= size
+                replies.append(reply)
+                if not len(replies) % COMMANDS_PER_TURN or perf_counter_ns() > turn_end_ns:
+                    await trio.lowlevel.checkpoint()
+                    turn_end_ns = perf_counter_ns() + TURN_NS
+        finally:
+            session.in_exec = False
         return replies
+
+    def _too_long(self, context: Context, entry: Entry) -> ErrorReply:
+        self._monitor.count_error(OutOfMemoryError.code)
+        limit = context.services.config.max_exec_reply_bytes
+        return ErrorReply(
+            OutOfMemoryError.code,
+            f"{entry.name} ran, but its reply is left out: EXEC keeps at most {limit} bytes of replies",
+        )
 
 
 async def _ready(reply: Reply) -> Reply:

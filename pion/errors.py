@@ -98,8 +98,3 @@ class ExecAbortError(CommandError):
     """A command of the transaction could not be queued, so none of them runs."""
 
     code = "EXECABORT"
-
-
-def wire_line(error: PionError) -> str:
-    """The error line without the leading '-' and the line end; CR and LF in the text would break the framing."""
-    return f"{error.code} {error}".replace("\r", " ").replace("\n", " ")

@@ -119,7 +119,7 @@ def _convert(default: object, unit: str, raw: object) -> object:
         if number != number:
             raise ValueError("not a number")
         return number
-    return text if isinstance(raw, str) else str(raw)
+    return str(raw)  # blanks included: a password or a path may begin with one
 
 
 def _expected(field: attrs.Attribute[Any]) -> str:
@@ -166,6 +166,8 @@ def _read_file(path: str | None) -> dict[str, object]:
             table = tomllib.load(stream)
     except OSError as error:
         raise StartupError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"--config {path}: not UTF-8: {error.reason} at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
         raise StartupError(f"--config {path}: not TOML: {error}") from error
     known = {flag_name(field) for field in fields()}

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import pluggy
 
 from pion import hookspecs
 from pion.config import Config
-from pion.errors import PluginError
+from pion.errors import PluginError, StartupError
 from pion.registry import Registry
 
 ENTRY_POINT_GROUP: Final = "pion"
@@ -114,16 +114,35 @@ def make_plugin_manager(config: Config) -> pluggy.PluginManager:
 def make_registry(manager: pluggy.PluginManager, config: Config) -> Registry:
     """The command table of all registered plugins."""
     registry = Registry()
-    for name, plugin in reversed(manager.list_name_plugin()):
-        caller = manager.subset_hook_caller("register_commands", _all_but(manager, plugin))
-        try:
-            results = caller(config=config)
-        except Exception as error:
-            raise PluginError(f"plugin {name}: register_commands failed: {error!r}") from error
-        for rows in results:
-            registry.add(name, rows)
+    for name, rows in call_each(manager, "register_commands", config=config):
+        registry.add(name, rows)
     registry.check()
     return registry
+
+
+def call_each(manager: pluggy.PluginManager, hook: str, **arguments: object) -> list[tuple[str, Any]]:
+    """Call one hook of every plugin, in plugin order; (plugin, result) of each. An error names the plugin."""
+    results: list[tuple[str, Any]] = []
+    for name in plugin_names(manager):
+        try:
+            results += [(name, result) for result in call_one(manager, name, hook, **arguments)]
+        except StartupError:
+            raise
+        except Exception as error:
+            raise PluginError(f"plugin {name}: {hook} failed: {error!r}") from error
+    return results
+
+
+def call_one(manager: pluggy.PluginManager, name: str, hook: str, **arguments: object) -> list[Any]:
+    """Call one hook of one plugin through pluggy, so that an implementation may leave arguments out."""
+    caller = manager.subset_hook_caller(hook, _all_but(manager, manager.get_plugin(name)))
+    results: list[Any] = caller(**arguments)
+    return results
+
+
+def plugin_names(manager: pluggy.PluginManager) -> list[str]:
+    """The loaded plugins, in plugin order."""
+    return [name for name, plugin in reversed(manager.list_name_plugin()) if plugin is not None]
 
 
 def _all_but(manager: pluggy.PluginManager, plugin: object) -> list[object]:

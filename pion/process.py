@@ -28,6 +28,9 @@ looking at them often is only a pause."""
 SPARE_DESCRIPTORS: Final = 64
 """File descriptors beside those of the clients: listeners, epoll, wake-up pipes, logs, files."""
 
+OPEN_MAX: Final = 10_240
+"""macOS refuses a soft limit over this, even where the hard limit is "unlimited" (sys/syslimits.h)."""
+
 
 def tune_allocator(platform: str = sys.platform) -> bool:
     """Keep freed blocks from staying resident; True if the C library took the setting (glibc on Linux)."""
@@ -50,11 +53,20 @@ def raise_descriptor_limit(max_clients: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         goal = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
-        except (ValueError, OSError) as error:
-            logger.warning("can't raise the file descriptor limit from %d to %d: %s", soft, goal, error)
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for attempt in (goal, OPEN_MAX):
+            if attempt > goal or attempt <= soft:
+                continue
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (attempt, hard))
+                break
+            except (ValueError, OSError) as error:
+                logger.warning("can't raise the file descriptor limit from %d to %d: %s", soft, attempt, error)
+    return fitting_clients(max_clients)
+
+
+def fitting_clients(max_clients: int) -> int:
+    """How many of `max_clients` the process has file descriptors for, as it is."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return max_clients
     return max(1, min(max_clients, soft - SPARE_DESCRIPTORS))

@@ -11,15 +11,18 @@ from pion.errors import PluginError
 class Registry:
     """Name -> `Command`. Look-ups are by the upper-case name; a subcommand's is "CLIENT SETNAME"."""
 
-    __slots__ = ("_children", "_origin", "_rows")
+    __slots__ = ("_checked", "_children", "_origin", "_rows")
 
     def __init__(self) -> None:
         self._rows: dict[str, Command] = {}
         self._origin: dict[str, str] = {}
         self._children: dict[str, list[Command]] = {}
+        self._checked = False
 
     def add(self, plugin: str, rows: Iterable[Command]) -> None:
         """Merge one plugin's rows. A name that is taken raises `PluginError` naming both plugins."""
+        if self._checked:
+            raise PluginError(f"plugin {plugin}: the command table is complete, rows can't be added to it now")
         for row in rows:
             if not isinstance(row, Command):
                 raise PluginError(f"plugin {plugin}: register_commands must return Command rows, got {row!r}")
@@ -30,6 +33,10 @@ class Registry:
                     f"command {key} is in plugin {owner} and in plugin {plugin}; "
                     f"to override it, give the row replaces={owner!r}"
                 )
+            if owner is None and row.replaces is not None:
+                raise PluginError(
+                    f"plugin {plugin}: {key} says replaces={row.replaces!r}, but no plugin before it has that command"
+                )
             self._rows[key] = row
             self._origin[key] = plugin
         self._children = {}
@@ -38,7 +45,8 @@ class Registry:
                 self._children.setdefault(row.container, []).append(row)
 
     def check(self) -> None:
-        """Every subcommand has its container, and every plain row a handler."""
+        """Every subcommand has its container, and every plain row a handler. Nothing can be added afterwards."""
+        self._checked = True
         containers = {row.container for row in self}
         for row in self:
             if row.container is not None and row.container not in self._rows:

@@ -12,6 +12,7 @@
 | `None` | null bulk | null |
 | `list`, `tuple` | array | array |
 | `Map(pairs)` | flat array | map |
+| `Static(value)` | as the value; encoded once | same |
 | `NO_REPLY` | nothing | nothing |
 """
 
@@ -87,6 +88,20 @@ class Map:
     pairs: Sequence[tuple[object, object]]
 
 
+class Static:
+    """A reply that never changes: `value` is encoded the first time it is sent, for RESP2 and RESP3 each."""
+
+    __slots__ = ("value", "wire")
+
+    def __init__(self, value: Reply) -> None:
+        self.value: Final = value
+        self.wire: Final[dict[int, bytes]] = {}
+        """RESP version -> what is sent; filled by `pion.protocol.encode`."""
+
+    def __repr__(self) -> str:
+        return f"Static({self.value!r})"
+
+
 class _NoReply:
     def __repr__(self) -> str:
         return "NO_REPLY"
@@ -97,5 +112,28 @@ OK: Final = Simple("OK")
 QUEUED: Final = Simple("QUEUED")
 
 Reply: TypeAlias = (
-    Simple | ErrorReply | int | float | bytes | str | Blob | Stream | Map | Sequence["Reply"] | _NoReply | None
+    Simple | ErrorReply | int | float | bytes | str | Blob | Stream | Static | Map | Sequence["Reply"] | _NoReply | None
 )
+
+ITEM_BYTES: Final = 64
+"""Memory of one Python object in a reply, without the text it holds."""
+
+
+def held_bytes(reply: object) -> int:
+    """Memory that only this reply holds: texts and the objects themselves.
+
+    Stored rows and received arguments, which a reply shares, and `Static` parts belong to other budgets. Raises
+    `TypeError` for a value that is no reply.
+    """
+    if isinstance(reply, bytes | str):
+        return ITEM_BYTES + len(reply)
+    if isinstance(reply, list | tuple):
+        return ITEM_BYTES + sum(map(held_bytes, reply))
+    if isinstance(reply, Map):
+        return ITEM_BYTES + sum(held_bytes(field) + held_bytes(value) for field, value in reply.pairs)
+    if reply is None or isinstance(reply, _PLAIN):
+        return ITEM_BYTES
+    raise TypeError(f"{type(reply).__name__} is not a reply")
+
+
+_PLAIN: Final = (Simple, ErrorReply, int, float, memoryview, Blob, Stream, Static, _NoReply)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pluggy
@@ -23,7 +24,7 @@ from pion.dispatch import Dispatcher
 from pion.errors import PluginError, StartupError
 from pion.monitor import Monitor
 from pion.net import endpoints, listener
-from pion.plugins import make_plugin_manager, make_registry
+from pion.plugins import call_each, call_one, make_plugin_manager, make_registry, plugin_names
 from pion.receipt import Receipt
 from pion.registry import Registry
 from pion.storage.journal import NullJournal
@@ -44,20 +45,19 @@ class Worker:
     services: Services
     dispatcher: Dispatcher
 
-    def hook(self, name: str) -> list[object]:
-        """Call a start-up hook of every plugin with the services, in plugin order; an error names the plugin."""
-        results: list[object] = []
-        for plugin_name, plugin in reversed(self.manager.list_name_plugin()):
-            implementation = getattr(plugin, name, None)
-            if implementation is None or self.manager.parse_hookimpl_opts(plugin, name) is None:
-                continue
+    def hook(self, name: str) -> list[tuple[str, Any]]:
+        """Call a hook of every plugin with the services, in plugin order; an error names the plugin."""
+        return call_each(self.manager, name, services=self.services)
+
+    def shut_down(self) -> None:
+        """Let every plugin release what it holds, the last started first. One that fails doesn't keep the others from
+        it, and is logged: an error that is already under way says more.
+        """
+        for name in reversed(self.services.plugins):
             try:
-                results.append(implementation(services=self.services))
-            except StartupError:
-                raise
-            except Exception as error:
-                raise PluginError(f"plugin {plugin_name}: {name} failed: {error!r}") from error
-        return results
+                call_one(self.manager, name, "shutdown", services=self.services)
+            except Exception:
+                logger.exception("plugin %s: shutdown failed", name)
 
 
 @attrs.frozen
@@ -92,11 +92,11 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
         started_s=clock.monotonic_s(),
     )
     worker = Worker(manager, registry, services, Dispatcher(registry, monitor))
-    services.state["plugins"] = [name for name, _ in reversed(manager.list_name_plugin())]
+    services.plugins = plugin_names(manager)
     worker.hook("startup")
-    for sections in worker.hook("register_info"):
-        services.info_sections.extend(sections)  # type: ignore[arg-type]
-    services.state["disconnect"] = worker.hook("register_disconnect")
+    for _, sections in worker.hook("register_info"):
+        services.info_sections.extend(sections)
+    services.disconnect = [callback for _, callback in worker.hook("register_disconnect")]
     return worker
 
 
@@ -111,6 +111,8 @@ def resolve(config: Config) -> Config:
             lines = Path(config.requirepass_file).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise StartupError(f"--requirepass-file {config.requirepass_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise StartupError(f"--requirepass-file {config.requirepass_file}: not UTF-8") from error
         if not lines or not lines[0]:
             raise StartupError(f"--requirepass-file {config.requirepass_file}: the first line is empty")
         config = attrs.evolve(config, requirepass=lines[0], requirepass_file="")
@@ -127,22 +129,29 @@ async def serve(
     *,
     clock: Clock | None = None,
     handle_signals: bool = False,
+    owns_process: bool = False,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run one worker until it is asked to stop; `task_status` gets `Started` when it listens.
 
-    Raises `StartupError` if it can't start. Cancellation: connections are cut, services end, sockets are closed.
+    `owns_process` allows CONFIG SET maxclients to raise the process's limit of open files.
+
+    Raises `StartupError` if it can't start, and `PluginError` after an orderly stop if a plugin's service failed.
+    Cancellation: connections are cut, services end, sockets are closed.
     """
     worker = build(config, clock)
     services = worker.services
-    draining = services.state["draining"] = trio.Event()
+    if owns_process:
+        services.fit_clients = process.raise_descriptor_limit
+    draining = services.draining
+    supervised = _Supervisor(services)
     try:
         listeners = await endpoints.open_listeners(services.config)
         services.tcp_port = listeners[0].socket.getsockname()[1]
         services.listening = [endpoints.describe(each) for each in listeners]
         try:
             async with trio.open_nursery() as service_nursery:
-                await _start_services(worker, service_nursery)
+                await supervised.start(worker, service_nursery)
                 with trio.CancelScope() as connections:
 
                     def request_shutdown(now: bool) -> None:
@@ -170,14 +179,52 @@ async def serve(
                     await opened.aclose()
             endpoints.remove_socket(services.config.unix)
     finally:
-        worker.hook("shutdown")
+        worker.shut_down()
     logger.info("stopped")
+    if supervised.failed is not None:
+        raise supervised.failed
 
 
-async def _start_services(worker: Worker, nursery: trio.Nursery) -> None:
-    for runs in worker.hook("register_services"):
-        for run in runs:  # type: ignore[attr-defined]
-            await nursery.start(run)
+@attrs.define(eq=False)
+class _Supervisor:
+    """Runs the plugins' services. One that fails while clients are served stops the server, with the grace time."""
+
+    _services: Services
+    failed: PluginError | None = attrs.field(default=None, init=False)
+
+    async def start(self, worker: Worker, nursery: trio.Nursery) -> None:
+        """Start every service and return when all have started. Raises `PluginError`."""
+        for name, runs in worker.hook("register_services"):
+            for run in runs:
+                await nursery.start(self._run, name, run)
+
+    async def _run(
+        self, name: str, run: Callable[..., Awaitable[None]], *, task_status: trio.TaskStatus[object]
+    ) -> None:
+        status = _StatusWatch(task_status)
+        try:
+            await run(task_status=status)
+        except Exception as error:
+            logger.exception("plugin %s: service failed", name)
+            failure = PluginError(f"plugin {name}: service failed: {error!r}")
+            failure.__cause__ = error
+            if not status.is_started:
+                raise failure from error
+            self.failed = self.failed or failure
+            self._services.draining.set()
+
+
+class _StatusWatch:
+    """A task status that remembers whether `started` was called."""
+
+    def __init__(self, task_status: trio.TaskStatus[object]) -> None:
+        self._task_status = task_status
+        self.is_started = False
+
+    def started(self, value: object = None) -> None:
+        """See `trio.TaskStatus`."""
+        self._task_status.started(value)
+        self.is_started = True
 
 
 async def _watch_signals(
@@ -212,4 +259,4 @@ def run(config: Config, announce: Callable[[Started], None]) -> None:
 
 
 async def _serve_with_signals(config: Config, *, task_status: trio.TaskStatus[Started]) -> None:
-    await serve(config, handle_signals=True, task_status=task_status)
+    await serve(config, handle_signals=True, owns_process=True, task_status=task_status)

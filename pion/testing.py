@@ -15,14 +15,15 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import trio
 
 from pion.config import Config
 from pion.context import Clock, Context, Services, Session
-from pion.replies import Buffer, Reply
+from pion.protocol.encode import encode
+from pion.replies import Buffer, Map, Reply, Static
 from pion.server import Started, Worker, build, serve
 
 
@@ -67,9 +68,15 @@ class Harness:
         return self.worker.services
 
     async def call(self, *args: str | bytes | int | float | memoryview) -> Reply:
-        """Run one command as this client. Errors come back as `ErrorReply`."""
+        """Run one command as this client. Errors come back as `ErrorReply`, a `Static` as its value.
+
+        Raises `TypeError` for a value that is no reply, which a server could not send.
+        """
         argv: list[Buffer] = [arg if isinstance(arg, bytes | memoryview) else str(arg).encode() for arg in args]
-        return await self.worker.dispatcher.execute(self.context, argv)
+        reply = await self.worker.dispatcher.execute(self.context, argv)
+        encode(reply, self.context.session.resp, [])
+        plain: Reply = _plain(reply)
+        return plain
 
     def client(self) -> Harness:
         """Another client of the same worker."""
@@ -78,8 +85,19 @@ class Harness:
     def disconnect(self) -> None:
         """What the server does when this client's connection closes."""
         self.services.clients.remove(self.context.session)
-        for callback in self.services.state["disconnect"]:
+        for callback in self.services.disconnect:
             callback(self.context.session)
+
+
+def _plain(reply: Any) -> Any:
+    """The reply with what each `Static` stands for."""
+    if isinstance(reply, Static):
+        return _plain(reply.value)
+    if isinstance(reply, list | tuple):
+        return type(reply)(map(_plain, reply))
+    if isinstance(reply, Map):
+        return Map([(_plain(field), _plain(value)) for field, value in reply.pairs])
+    return reply
 
 
 def make_harness(config: Config | None = None, clock: Clock | None = None) -> Harness:
@@ -163,7 +181,8 @@ class ServerProcess:
         assert self.process.stdout is not None  # noqa: S101  opened with PIPE
         for line in self.process.stdout:
             self.log.append(line)
-            self._lines.put(line)
+            if not self.port:  # nobody reads them later
+                self._lines.put(line)
         self._lines.put(None)
 
     @property

@@ -8,14 +8,14 @@ import trio
 
 from pion.clients import ClientTable
 from pion.command import Command, Flag
-from pion.config import Config
+from pion.config import COMMANDS_PER_TURN, Config
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import BusyError, CommandError
 from pion.monitor import Monitor
 from pion.receipt import Receipt
 from pion.registry import Registry
-from pion.replies import OK, QUEUED, ErrorReply, Simple
+from pion.replies import OK, QUEUED, Blob, ErrorReply, Simple
 from pion.testing import FakeClock
 
 
@@ -42,6 +42,18 @@ def make_bench(*, authenticated: bool = True, **config) -> Bench:
     async def busy(context, argv):
         raise BusyError("being filled")
 
+    async def value(context, argv):
+        return ErrorReply("MINE", "as a value")
+
+    async def odd(context, argv):
+        return [{"a": 1}]
+
+    async def text(context, argv):
+        return ["x" * int(argv[1])]
+
+    async def stored(context, argv):
+        return Blob([bytes(100_000)], 100_000)
+
     async def broken(context, argv):
         raise ZeroDivisionError("secret detail")
 
@@ -64,6 +76,10 @@ def make_bench(*, authenticated: bool = True, **config) -> Bench:
             row("ECHO", 2, echo),
             row("OPEN", -1, echo, Flag.NO_AUTH),
             row("BUSY", 1, busy),
+            row("VALUE", 1, value),
+            row("ODD", 1, odd),
+            row("TEXT", 2, text),
+            row("STORED", 1, stored),
             row("BROKEN", 1, broken),
             row("BEGIN", 1, begin, Flag.NO_MULTI),
             row("EXEC", 1, execute, Flag.NO_MULTI),
@@ -194,3 +210,56 @@ async def test_cancelled_commands_are_not_swallowed() -> None:
 def test_command_error_is_not_a_base_exception() -> None:
     assert issubclass(BusyError, CommandError)
     assert Simple("x") != OK
+
+
+async def test_an_error_returned_as_a_value_counts_as_one() -> None:
+    bench = make_bench()
+    assert await bench.call(b"VALUE") == ErrorReply("MINE", "as a value")
+    assert bench.monitor.errors == {"MINE": 1}
+    assert bench.monitor.counter("value").failed == 1
+
+
+async def test_exec_lets_others_run() -> None:
+    """Without a pause inside EXEC the other task would get no turn before the replies are there."""
+    bench = make_bench(max_queued_commands=1000)
+    await bench.call(b"BEGIN")
+    for _ in range(1000):
+        await bench.call(b"ECHO", b"1")
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        assert len(await bench.call(b"EXEC")) == 1000
+        nursery.cancel_scope.cancel()
+    assert turns >= 1000 // COMMANDS_PER_TURN
+
+
+async def test_exec_bounds_the_replies_it_keeps() -> None:
+    bench = make_bench(max_exec_reply_bytes=100_000)
+    await bench.call(b"BEGIN")
+    for request in ([b"TEXT", b"60000"], [b"TEXT", b"60000"], [b"STORED"], [b"TEXT", b"1000"], [b"ECHO", b"last"]):
+        assert await bench.call(*request) is QUEUED
+    first, second, third, *rest = await bench.call(b"EXEC")
+    assert first == ["x" * 60_000]
+    text = "TEXT ran, but its reply is left out: EXEC keeps at most 100000 bytes of replies"
+    assert second == ErrorReply("OOM", text)
+    assert third.nbytes == 100_000  # stored rows are not the reply's own memory
+    assert rest == [["x" * 1000], b"last"]
+    assert bench.ran == [b"last"]
+    assert bench.monitor.errors == {"OOM": 1}
+    assert not bench.context.session.in_exec
+
+
+async def test_exec_answers_for_a_command_that_returns_no_reply() -> None:
+    bench = make_bench()
+    await bench.call(b"BEGIN")
+    await bench.call(b"ODD")
+    await bench.call(b"ECHO", b"1")
+    text = "internal error in ODD (plugin test): dict is not a reply"
+    assert await bench.call(b"EXEC") == [ErrorReply("ERR", text), b"1"]

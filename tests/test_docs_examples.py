@@ -173,7 +173,7 @@ async def test_the_plugins_shown_load(page: str, tmp_path: Path, forget_plugin_m
     names = plugins_of(page, tmp_path)
     harness = make_harness(pion.Config(plugins_dir=str(tmp_path)))
     assert names
-    assert set(names) <= set(harness.services.state["plugins"])
+    assert set(names) <= set(harness.services.plugins)
 
 
 def test_every_python_block_is_run_or_says_why_not() -> None:

@@ -72,7 +72,7 @@ async def test_single_file_plugin(folder: Folder) -> None:
     harness = make_harness(folder.config())
     assert await harness.call("GREET") == b"good day"
     assert harness.services.registry.origin(harness.services.registry.get("GREET")) == "greeter"
-    assert "greeter" in harness.services.state["plugins"]
+    assert "greeter" in harness.services.plugins
 
 
 async def test_installed_plugin_is_found_by_its_entry_point(

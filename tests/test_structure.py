@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocol": LEAVES | {"args"},
     "compute": LEAVES | {"args"},
     "storage": LEAVES | {"args", "compute"},
-    "context": LEAVES | {"args", "storage", "compute"},
+    "context": LEAVES | {"args", "process", "storage", "compute"},
     "clients": LEAVES | {"context"},
     "dispatch": LEAVES | {"args", "registry", "monitor", "context"},
     "net": LEAVES | {"args", "protocol", "dispatch", "context", "clients", "storage"},
@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": LEAVES | {"args", "protocol"},
     "server": LEAVES
     | {"net", "dispatch", "registry", "plugins", "context", "clients", "monitor", "receipt", "storage", "process"},
-    "testing": LEAVES | {"server", "context", "clients", "net", "client"},
+    "testing": LEAVES | {"protocol", "server", "context", "clients", "net", "client"},
     "cli": LEAVES | {"server", "options", "logs", "plugins", "registry", "compute"},
     "__main__": {"cli"},
     "demo": LEAVES | {"client", "testing", "compute"},

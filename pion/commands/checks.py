@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+import trio
+
 from pion.args import MAX_NAME_BYTES, word
+from pion.config import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES, TURN_NS
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Buffer
@@ -42,3 +48,33 @@ def refuse_in_transaction(context: Context) -> None:
     if transaction is not None:
         transaction.failed = True
         raise CommandError("Command not allowed inside a transaction")
+
+
+def refuse_too_many(args: Sequence[Buffer], what: str) -> None:
+    """Bound the work of one call that looks at each of its arguments."""
+    if len(args) > MAX_NAMES_PER_CALL:
+        raise CommandError(f"at most {MAX_NAMES_PER_CALL} {what} in one call, got {len(args)}")
+
+
+def pattern_text(pattern: Buffer) -> bytes:
+    """A glob's text, if it isn't longer than any name."""
+    if len(pattern) > MAX_PATTERN_BYTES:
+        raise CommandError(f"a pattern can be at most {MAX_PATTERN_BYTES} bytes long, got {len(pattern)}")
+    return bytes(pattern)
+
+
+class Turn:
+    """For a command that looks at many things: `await turn.pause()` between two of them lets other connections run,
+    once a turn's time is over. Cancellation: at a pause.
+    """
+
+    __slots__ = ("_end_ns",)
+
+    def __init__(self) -> None:
+        self._end_ns = perf_counter_ns() + TURN_NS
+
+    async def pause(self) -> None:
+        """Let others run if it is their turn."""
+        if perf_counter_ns() > self._end_ns:
+            await trio.lowlevel.checkpoint()
+            self._end_ns = perf_counter_ns() + TURN_NS

@@ -11,7 +11,7 @@ import trio
 from pion.args import show, word
 from pion.command import Arg, ArgType, Command, Flag
 from pion.commands.auth import DEFAULT_USER
-from pion.commands.checks import syntax_error
+from pion.commands.checks import Turn, refuse_too_many, syntax_error
 from pion.context import Context, Services, Session
 from pion.errors import CommandError
 from pion.replies import OK, Buffer, Reply
@@ -69,6 +69,7 @@ async def client_list(context: Context, argv: list[Buffer]) -> Reply:
     if filtered == b"TYPE" and len(argv) == 4:
         return await _lines(services.clients if _client_type(argv[3]) == b"NORMAL" else (), services)
     if filtered == b"ID" and len(argv) > 3:
+        refuse_too_many(argv[3:], "ids")
         wanted = dict.fromkeys(_client_id(arg, "Invalid client ID") for arg in argv[3:])
         found = (services.clients.get(client_id) for client_id in wanted)
         return await _lines([session for session in found if session is not None], services)
@@ -81,7 +82,9 @@ async def client_kill(context: Context, argv: list[Buffer]) -> Reply:
         return _kill_address(context, bytes(argv[2]))
     filters, skip_me = _kill_filters(context.services, argv[2:])
     killed = 0
+    turn = Turn()
     for session in context.services.clients:
+        await turn.pause()
         if all(matches(session) for matches in filters) and not (skip_me and session is context.session):
             _end(context, session)
             killed += 1
@@ -121,6 +124,7 @@ class _Equals:
 def _kill_filters(services: Services, args: list[Buffer]) -> tuple[list[Callable[[Session], bool]], bool]:
     if len(args) % 2:
         raise syntax_error()
+    refuse_too_many(args, "filters")
     filters: list[Callable[[Session], bool]] = []
     skip_me = True
     for option, value in zip(map(word, args[::2]), args[1::2], strict=True):

@@ -48,7 +48,7 @@ async def no_evict(context: Context, argv: list[Buffer]) -> Reply:
 
 
 async def no_touch(context: Context, argv: list[Buffer]) -> Reply:
-    """Remember the switch; nothing depends on it."""
+    """Whether this client's reads count as use; LOOKUP and FETCH look at the switch."""
     context.session.no_touch = switch(argv[2])
     return OK
 
@@ -145,7 +145,7 @@ CLIENT_STATE_COMMANDS: Final = (
     Command(
         name="CLIENT NO-TOUCH",
         arity=3,
-        summary="Accepted for clients that send it, and shown in CLIENT LIST.",
+        summary="With ON, what this connection looks up and fetches doesn't count as recently used.",
         since="0.1.0",
         handler=no_touch,
         flags=Flag.FAST,

@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import attrs
+
 from pion.args import show, word
 from pion.command import Arg, ArgType, Command, Flag
-from pion.commands.checks import syntax_error
+from pion.commands.checks import Turn, pattern_text, refuse_too_many, syntax_error
 from pion.commands.command_docs import documentation, wire_name
 from pion.commands.help import help_row
-from pion.context import Context
+from pion.context import Context, Services
 from pion.errors import CommandError
 from pion.registry import Registry
-from pion.replies import Buffer, Map, Reply, Simple
+from pion.replies import Buffer, Map, Reply, Simple, Static
 from pion.storage.glob import Glob
+
+STATE: Final = "server.command_table"
+"""Where `services.state` keeps the rows."""
 
 _FLAG_WORDS: Final = {
     Flag.READONLY: "readonly",
@@ -75,6 +80,44 @@ def _key_spec(row: Command) -> Map:
     return Map([("flags", access), ("begin_search", begin), ("find_keys", find)])
 
 
+@attrs.frozen
+class _Rows:
+    """What COMMAND shows of one server's rows, each made once; `Static` so that it is encoded once, too."""
+
+    by_name: dict[str, Static] = attrs.field(factory=dict)
+    documentation: dict[str, Static] = attrs.field(factory=dict)
+
+
+def _rows(services: Services) -> _Rows:
+    rows: _Rows | None = services.state.get(STATE)
+    if rows is None:
+        rows = services.state[STATE] = _Rows()
+    return rows
+
+
+def _row(services: Services, row: Command) -> Static:
+    known = _rows(services).by_name
+    if row.name not in known:
+        known[row.name] = Static(describe(services.registry, row))
+    return known[row.name]
+
+
+async def _described(services: Services, rows: Iterable[Command | None]) -> list[Reply]:
+    turn = Turn()
+    found: list[Reply] = []
+    for row in rows:
+        found.append(None if row is None else _row(services, row))
+        await turn.pause()
+    return found
+
+
+def _documented(services: Services, row: Command) -> Static:
+    known = _rows(services).documentation
+    if row.name not in known:
+        known[row.name] = Static(documentation(services.registry, row))
+    return known[row.name]
+
+
 def _whole_commands(registry: Registry) -> list[Command]:
     return [row for row in registry if row.container is None]
 
@@ -88,8 +131,7 @@ async def command(context: Context, argv: list[Buffer]) -> Reply:
     """Every row of the table."""
     if len(argv) > 1:
         raise CommandError(f"unknown subcommand {show(argv[1])}. Try COMMAND HELP.")
-    registry = context.services.registry
-    return [describe(registry, row) for row in _whole_commands(registry)]
+    return await _described(context.services, _whole_commands(context.services.registry))
 
 
 async def command_count(context: Context, argv: list[Buffer]) -> Reply:
@@ -99,18 +141,28 @@ async def command_count(context: Context, argv: list[Buffer]) -> Reply:
 
 async def command_info(context: Context, argv: list[Buffer]) -> Reply:
     """The rows of the named commands, null for what is none."""
-    registry = context.services.registry
+    refuse_too_many(argv[2:], "names")
+    services = context.services
+    registry = services.registry
     rows: Iterable[Command | None] = (
         [_lookup(registry, name) for name in argv[2:]] if len(argv) > 2 else _whole_commands(registry)
     )
-    return [None if row is None else describe(registry, row) for row in rows]
+    return await _described(services, rows)
 
 
 async def command_docs(context: Context, argv: list[Buffer]) -> Reply:
     """The documentation of the named commands; what is none is left out."""
-    registry = context.services.registry
-    rows = [_lookup(registry, name) for name in argv[2:]] if len(argv) > 2 else _whole_commands(registry)
-    return Map([(wire_name(row), documentation(registry, row)) for row in rows if row is not None])
+    refuse_too_many(argv[2:], "names")
+    services = context.services
+    registry = services.registry
+    found = (_lookup(registry, name) for name in argv[2:]) if len(argv) > 2 else _whole_commands(registry)
+    turn = Turn()
+    pairs: dict[str, Static] = {}
+    for row in found:
+        if row is not None and wire_name(row) not in pairs:
+            pairs[wire_name(row)] = _documented(services, row)
+            await turn.pause()
+    return Map(list(pairs.items()))
 
 
 async def command_list(context: Context, argv: list[Buffer]) -> Reply:
@@ -120,7 +172,7 @@ async def command_list(context: Context, argv: list[Buffer]) -> Reply:
         return [wire_name(row) for row in registry]
     if len(argv) != 5 or word(argv[2]) != b"FILTERBY":
         raise syntax_error()
-    kind, value = word(argv[3]), bytes(argv[4])
+    kind, value = word(argv[3]), pattern_text(argv[4])
     if kind == b"PATTERN":
         glob = Glob(value.lower())
         return [name for row in registry if glob.matches((name := wire_name(row)).encode())]

@@ -9,13 +9,12 @@ import attrs
 
 from pion.args import show
 from pion.command import Arg, ArgType, Command, Flag
-from pion.commands.checks import syntax_error
+from pion.commands.checks import Turn, pattern_text, refuse_too_many, syntax_error
 from pion.commands.help import help_row
 from pion.config import Config, fields, flag_name
 from pion.context import Context, Services
 from pion.errors import CommandError, StartupError
 from pion.options import parse_value
-from pion.process import raise_descriptor_limit
 from pion.replies import OK, Buffer, Map, Reply
 from pion.storage.glob import Glob
 
@@ -54,14 +53,18 @@ def _show(value: object) -> str:
 
 async def config_get(context: Context, argv: list[Buffer]) -> Reply:
     """Names and values that fit a pattern."""
-    globs = [Glob(bytes(pattern).lower()) for pattern in argv[2:]]
-    return Map(
-        [
-            (name, value)
-            for name, value in settings(context.services.config)
-            if any(glob.matches(name.encode()) for glob in globs)
-        ]
-    )
+    patterns = argv[2:]
+    refuse_too_many(patterns, "patterns")
+    known = dict(settings(context.services.config))
+    wanted: set[str] = set()
+    turn = Turn()
+    for pattern in dict.fromkeys(pattern_text(pattern).lower() for pattern in patterns):
+        glob = Glob(pattern)
+        for name in known:
+            if name not in wanted and glob.matches(name.encode()):
+                wanted.add(name)
+            await turn.pause()
+    return Map([(name, value) for name, value in known.items() if name in wanted])
 
 
 async def config_set(context: Context, argv: list[Buffer]) -> Reply:
@@ -69,6 +72,7 @@ async def config_set(context: Context, argv: list[Buffer]) -> Reply:
     pairs = argv[2:]
     if len(pairs) % 2:
         raise syntax_error()
+    refuse_too_many(pairs, "names and values")
     _hide_secrets(argv)
     services = context.services
     known = {name for name, _ in settings(services.config)}
@@ -87,14 +91,17 @@ async def config_set(context: Context, argv: list[Buffer]) -> Reply:
         except StartupError as error:
             raise _failed(name, str(error)) from error
     if "max_clients" in changes:
-        _check_descriptors(changes["max_clients"])
+        _check_descriptors(services, changes["max_clients"])
     _apply(services, attrs.evolve(services.config, **changes))
     return OK
 
 
-def _check_descriptors(max_clients: int) -> None:
-    """Raise the process's limit of open files if it may be raised; else refuse, as Redis does."""
-    fitting = raise_descriptor_limit(max_clients)
+def _check_descriptors(services: Services, max_clients: int) -> None:
+    """Refuse what the process has no file descriptors for, as Redis does.
+
+    A `pion-server` process raises its own limit if it may; a server inside another program leaves the program's limit.
+    """
+    fitting = services.fit_clients(max_clients)
     if fitting < max_clients:
         raise _failed(
             "maxclients",

@@ -88,7 +88,7 @@ def _stats(services: Services) -> Rows:
     clients = services.clients.statistics()
     monitor = services.monitor
     # The connections' own counters; a worker without sockets, as in tests, has none.
-    net = services.state.get("net")
+    net = services.net
     transfers = [(field, getattr(net.statistics(), field)) for field in TRANSFER_FIELDS] if net is not None else []
     return [
         ("total_connections_received", clients.accepted),

@@ -9,34 +9,43 @@ No request pays for a timer. The table's watcher looks at each connection's `pha
 disconnects those without progress; an idle connection is closed by closing its transport, which wakes the waiting
 task.
 
-Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each half MiB moved, the replies so far are
-sent and the loop runs the other tasks once.
+Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each half MiB moved, the replies so far
+are sent and the loop runs the other tasks once.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Final
 
 import numpy as np
 import trio
 
-from pion.config import COMMANDS_PER_TURN, INLINE_ARG_BYTES, MIB, PAYLOAD_SLICE_BYTES, READ_CHUNK_BYTES
+from pion.config import (
+    COMMANDS_PER_TURN,
+    INLINE_ARG_BYTES,
+    LONG_REPLY_ITEMS,
+    MIB,
+    PAYLOAD_SLICE_BYTES,
+    READ_CHUNK_BYTES,
+    RECEIVE_GRACE_S,
+    TURN_NS,
+)
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
 from pion.net.sending import Sender
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport
-from pion.protocol.encode import Part, encode, error_line
+from pion.protocol.encode import Part, array_header, encode, error_line, map_header
 from pion.protocol.resp import Refused, Request, RespParser
-from pion.replies import ErrorReply, Simple, Stream
+from pion.replies import ErrorReply, Map, Reply, Simple, Stream
 
 logger = logging.getLogger("pion.net")
-
-TURN_NS: Final = 1_000_000
-"""Work of one connection before the others get the loop: what another client's PING may have to wait."""
 
 FLUSH_BYTES: Final = 64 * 1024
 """Replies of a batch are sent together up to this size; one more bulk reply is then sent by itself."""
@@ -56,9 +65,10 @@ class Connection:
         config = services.config
         self._transport = transport
         self._services = services
+        self._dispatcher = dispatcher
         self._execute = dispatcher.execute
         self._table = table
-        self.sender = Sender(transport)
+        self.sender = Sender(transport, services.threads)
         self._scope = trio.CancelScope()
         self.killed = False
         now_s = services.clock.wall_s()
@@ -70,6 +80,8 @@ class Connection:
             created_s=now_s,
             active_s=now_s,
             kill=self.kill,
+            reserve=self._reserve_queued,
+            peer_left=transport.peer_left,
         )
         self._context = Context(self.session, services, dispatcher)
         self._parser = RespParser(
@@ -80,6 +92,10 @@ class Connection:
         )
         self._parser.restricted = not self.session.authenticated
         self._reserved = 0
+        self._queued = 0
+        self._holding_since_s = 0.0
+        self._received_before = 0
+        self.unauthenticated_since_s: float | None = None
         self._commands = 0
         self._turn_end_ns = 0
         self._received = 0
@@ -95,6 +111,32 @@ class Connection:
     def progress(self) -> int:
         """Grows with every receive and every send that moved bytes."""
         return self._received + self.sender.progress
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the shared receive budget."""
+        return self._reserved + self._queued
+
+    def holding_rate(self, now_s: float) -> float:
+        """Bytes a second the client sent since it holds receive memory, or takes of the reply; infinite while it is new
+        or doesn't make the server wait.
+        """
+        if self._phase is Phase.RUNNING and not self.sender.blocked:
+            return math.inf
+        reading = self.sender.blocked and self.sender.nbytes > 0
+        since_s = self.sender.started_s if reading else self._holding_since_s
+        if now_s - since_s < RECEIVE_GRACE_S:
+            return math.inf
+        if reading:
+            return self.sender.rate(now_s)
+        # The kernel may hold a slice of a payload that this side has not been woken for.
+        return (self._received - self._received_before + PAYLOAD_SLICE_BYTES) / (now_s - since_s)
+
+    def give_up_memory(self) -> None:
+        """Kill the connection and give its reservation back now; the memory follows a turn later, with its task."""
+        self.kill()
+        self._table.budget.release(self.reserved_bytes)
+        self._reserved = self._queued = 0
 
     def kill(self) -> None:
         """End the connection at once: nothing more is sent."""
@@ -133,9 +175,9 @@ class Connection:
         self._transport.close()
         self._table.remove(self)
         self._services.clients.remove(self.session)
-        self._table.budget.release(self._reserved)
-        self._reserved = 0
-        for callback in self._services.state.get("disconnect", ()):
+        self._table.budget.release(self.reserved_bytes)
+        self._reserved = self._queued = 0
+        for callback in self._services.disconnect:
             try:
                 callback(self.session)
             except Exception:
@@ -162,6 +204,7 @@ class Connection:
                 elif (table.draining and parser.between_requests) or not await self._receive():
                     return
         except ProtocolError as error:
+            self._dispatcher.count_refused(error.code)
             await self._flush([error_line(error.code, str(error))], 0)
             await self._linger()
 
@@ -187,13 +230,23 @@ class Connection:
                 out.append(reply.wire)
             else:
                 first = len(out)
-                encode(reply, session.resp, out)
+                try:
+                    if (type(reply) is list and len(reply) > LONG_REPLY_ITEMS) or (
+                        type(reply) is Map and len(reply.pairs) > LONG_REPLY_ITEMS
+                    ):
+                        await self._encode_long(reply, out)
+                    else:
+                        encode(reply, session.resp, out)
+                except TypeError as error:
+                    del out[first:]
+                    reply = self._dispatcher.unsendable(context, self._dispatcher.find(argv), error)
+                    encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
                 nbytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
             if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
-                if argv is requests[-1]:
-                    self._release_payload()
                 await self._flush(out, nbytes)
+                if argv is requests[-1]:
+                    self._release_payload()  # not before: the reply may be the payload itself
                 nbytes = 0
                 reply = None  # else its blocks would be held while the next command runs
                 if session.closing:
@@ -204,20 +257,46 @@ class Connection:
                 session.reply_skip -= session.reply_skip > 0
             else:
                 encode(self._refuse(refused), session.resp, out)
-        self._release_payload()
         await self._flush(out, nbytes)
+        self._release_payload()
         self._commands += len(requests)
         if self._commands >= COMMANDS_PER_TURN:
             await self._yield()
 
-    def _release_payload(self) -> None:
-        """Give back the reservation of a batch's last request, the only one that can have any, once it ran.
+    async def _encode_long(self, reply: list[Reply] | Map, out: list[Part]) -> None:
+        """Encode what may take more than a turn, such as EXEC's array. Cancellation: the connection must close."""
+        resp = self.session.resp
+        items: Iterable[object]
+        if isinstance(reply, Map):
+            out.append(map_header(len(reply.pairs), resp))
+            items = itertools.chain.from_iterable(reply.pairs)
+        else:
+            out.append(array_header(len(reply)))
+            items = reply
+        for index, item in enumerate(items):
+            encode(item, resp, out)
+            if not index % 16 and perf_counter_ns() > self._turn_end_ns:
+                await self._yield()
 
-        What a transaction queues stays reserved until the transaction is over.
+    def _release_payload(self) -> None:
+        """Give back what a batch reserved, once it ran and its replies are sent.
+
+        A payload's reservation is that of the batch's last request. What a transaction queued stays reserved until the
+        transaction is over.
         """
-        if self._reserved and not self._parser.in_request and self.session.transaction is None:
-            self._table.budget.release(self._reserved)
+        if not self._reserved and not self._queued:
+            return
+        transaction = self.session.transaction
+        if self._reserved and not self._parser.in_request:
+            if transaction is None:
+                self._table.budget.release(self._reserved)
+            else:
+                transaction.queued_bytes += self._reserved
+                self._queued += self._reserved
             self._reserved = 0
+        kept = transaction.queued_bytes if transaction is not None else 0
+        self._table.budget.release(self._queued - kept)
+        self._queued = kept
 
     async def _yield(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -242,6 +321,9 @@ class Connection:
     def _refuse(self, request: Refused) -> ErrorReply:
         if self.session.transaction is not None:
             self.session.transaction.failed = True
+        self._dispatcher.count_refused(OutOfMemoryError.code)
+        for callback in self._services.refused:
+            callback(self.session, request)
         limit = self._services.config.max_receiving_bytes
         return ErrorReply(
             OutOfMemoryError.code, f"no memory to receive {request.nbytes} bytes now (max-receiving is {limit} bytes)"
@@ -266,7 +348,7 @@ class Connection:
             data = transport.recv_nowait(READ_CHUNK_BYTES)
         # After a short read the socket is most likely empty: waiting at once saves a call that would say so.
         self._maybe_more = len(data) == READ_CHUNK_BYTES
-        self._received += 1
+        self._received += len(data)
         self._parser.feed(data)
         return bool(data)
 
@@ -288,7 +370,7 @@ class Connection:
                 continue
             if received == 0:
                 return False
-            self._received += 1
+            self._received += received
             surplus = received - len(target)
             parser.filled(min(received, len(target)))
             if surplus > 0:
@@ -311,9 +393,23 @@ class Connection:
             return None
 
     def _reserve(self, nbytes: int) -> bool:
-        if not self._table.budget.reserve(nbytes, self._services.config.max_receiving_bytes):
+        if not self._take(nbytes):
             return False
         self._reserved += nbytes
+        return True
+
+    def _reserve_queued(self, nbytes: int) -> bool:
+        if not self._take(nbytes):
+            return False
+        self._queued += nbytes
+        return True
+
+    def _take(self, nbytes: int) -> bool:
+        if not self._table.reserve(self, nbytes):
+            return False
+        if not self.reserved_bytes:
+            self._holding_since_s = trio.current_time()
+            self._received_before = self._received
         return True
 
     async def _linger(self) -> None:

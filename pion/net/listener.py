@@ -34,15 +34,14 @@ async def serve(
     *,
     task_status: trio.TaskStatus[ConnectionTable] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Accept and serve until `services.state["draining"]` (a `trio.Event`, made here if missing) is set.
+    """Accept and serve until `services.draining` is set.
 
     Then the listeners are closed, idle connections close at once, the others when the request they are in is answered,
     and `serve` returns. Cancellation closes every connection at once, so the caller bounds the draining with a
-    deadline. `task_status` gets the table of connections, which is also `services.state["net"]`.
+    deadline. `task_status` gets the table of connections, which is also `services.net`.
     """
-    draining: trio.Event = services.state.setdefault("draining", trio.Event())
     table = ConnectionTable(services)
-    services.state["net"] = table
+    services.net = table
 
     async def handle(transport: Transport) -> None:
         await Connection(transport, services, dispatcher, table).run()
@@ -60,7 +59,7 @@ async def serve(
                 for listener in listeners:
                     acceptors.start_soon(accept_forever, listener.socket, accepted)
                 task_status.started(table)
-                await draining.wait()
+                await services.draining.wait()
                 acceptors.cancel_scope.cancel()
             for listener in listeners:
                 listener.socket.close()

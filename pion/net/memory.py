@@ -123,6 +123,12 @@ class MemoryTransport:
             await pipe.writable.park()
         self._check()
 
+    async def peer_left(self) -> None:
+        """See `Transport`."""
+        await self.wait_readable()
+        if self._incoming.size:
+            await trio.sleep_forever()
+
     def receiving_bulk(self, nbytes: int) -> None:
         """See `Transport`. As with a socket, lowering it wakes who can go on."""
         pipe = self._incoming

@@ -22,10 +22,11 @@ class Sender:
     After any exception, `Cancelled` included, an unknown part of the reply is on the wire: the connection must close.
     """
 
-    __slots__ = ("_transport", "blocked", "nbytes", "piece_bytes", "progress", "started_s", "unsent")
+    __slots__ = ("_threads", "_transport", "blocked", "nbytes", "piece_bytes", "progress", "started_s", "unsent")
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, threads: trio.CapacityLimiter | None = None) -> None:
         self._transport = transport
+        self._threads = threads
         self.progress = 0
         """Grows whenever the peer took bytes."""
         self.blocked = False
@@ -72,7 +73,7 @@ class Sender:
         """Send `before`, then the pieces, each made only when the one before has been taken."""
         left = stream.nbytes
         for make in stream.pieces:
-            piece = await trio.to_thread.run_sync(make) if stream.in_thread else make()
+            piece = await trio.to_thread.run_sync(make, limiter=self._threads) if stream.in_thread else make()
             self.piece_bytes = memoryview(piece).nbytes
             left -= self.piece_bytes
             if left < 0:

@@ -45,6 +45,7 @@ class NetStatistics:
     receiving_refused: int
     unsent_bytes: int
     timed_out: int
+    slow_senders_dropped: int
     slow_readers_dropped: int
 
 
@@ -62,6 +63,7 @@ class ConnectionTable:
     _connections: dict[Connection, tuple[int, float]] = attrs.field(factory=dict, init=False)
     """Each with the progress last seen and since when."""
     _timed_out: int = attrs.field(default=0, init=False)
+    _slow_senders_dropped: int = attrs.field(default=0, init=False)
     _slow_readers_dropped: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -86,6 +88,7 @@ class ConnectionTable:
             receiving_refused=self.budget.refused,
             unsent_bytes=sum(connection.sender.unsent for connection in self._connections),
             timed_out=self._timed_out,
+            slow_senders_dropped=self._slow_senders_dropped,
             slow_readers_dropped=self._slow_readers_dropped,
         )
 
@@ -99,6 +102,42 @@ class ConnectionTable:
         """Memory for a payload is asked for. That is when memory grows, too fast to wait for the watcher."""
         if self._services.vstore.ledger.sending_bytes > self._services.config.max_sending_bytes:
             self.enforce_sending_limit()
+
+    def reserve(self, asking: Connection, nbytes: int) -> bool:
+        """Reserve receive memory for a connection; if there is too little, by dropping clients that are too slow."""
+        limit = self._services.config.max_receiving_bytes
+        if self.budget.reserve(nbytes, limit):
+            return True
+        if nbytes > limit or not self._drop_slow_holders(asking, self.budget.used + nbytes - limit):
+            return False
+        return self.budget.reserve(nbytes, limit)
+
+    def _drop_slow_holders(self, asking: Connection, wanted: int) -> bool:
+        """Disconnect those that hold receive memory and move fewer bytes a second than `min_receive_rate`, the largest
+        first; none if even all of them would not do.
+        """
+        now_s = trio.current_time()
+        lowest = self._services.config.min_receive_rate
+        slow = [
+            each
+            for each in self._connections
+            if each is not asking and each.reserved_bytes and each.holding_rate(now_s) < lowest
+        ]
+        if sum(each.reserved_bytes for each in slow) < wanted:
+            return False
+        for each in sorted(slow, key=lambda each: each.reserved_bytes, reverse=True):
+            if wanted <= 0:
+                break
+            wanted -= each.reserved_bytes
+            self._slow_senders_dropped += 1
+            logger.warning(
+                "client %s: dropped, it is too slow (%.0f bytes a second) for the %d bytes it holds, which others need",
+                each.session.addr,
+                each.holding_rate(now_s),
+                each.reserved_bytes,
+            )
+            each.give_up_memory()
+        return True
 
     def enforce_sending_limit(self) -> None:
         """Disconnect the slowest readers if replies hold more than `max_sending_bytes`. Looks at every connection."""
@@ -149,6 +188,8 @@ class ConnectionTable:
             Phase.RUNNING: 0.0,
         }
         for connection, (seen, since_s) in list(self._connections.items()):
+            if self._never_authenticates(connection, now_s):
+                continue
             phase, progress = connection.phase, connection.progress
             if progress != seen or phase is Phase.RUNNING:
                 self._connections[connection] = (progress, now_s)
@@ -160,3 +201,18 @@ class ConnectionTable:
                 connection.kill()
             elif phase is Phase.RECEIVING and now_s - since_s >= limit_s / 2:
                 connection.take_any_byte()
+
+    def _never_authenticates(self, connection: Connection, now_s: float) -> bool:
+        """Close a connection that has sent no password for `receive_timeout_s`: it would cost a place for nothing."""
+        if connection.session.authenticated:
+            connection.unauthenticated_since_s = None
+            return False
+        if connection.unauthenticated_since_s is None:
+            connection.unauthenticated_since_s = now_s
+        limit_s = self._services.config.receive_timeout_s
+        if now_s - connection.unauthenticated_since_s < limit_s:
+            return False
+        self._timed_out += 1
+        logger.info("client %s: no password for %g s, closed", connection.session.addr, limit_s)
+        connection.kill()
+        return True

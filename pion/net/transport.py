@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import trio
@@ -53,6 +53,9 @@ class Transport(Protocol):
     async def wait_writable(self) -> None:
         """Until a send may succeed. Cancellation: no effect. Raises `ConnectionLostError` after `close`."""
 
+    async def peer_left(self) -> None:
+        """Until the peer has stopped sending, or for ever if it has sent more first. Cancellation: no effect."""
+
     def receiving_bulk(self, nbytes: int) -> None:
         """Hint: `nbytes` are expected (0: unknown), so waking up for fewer is not worth it."""
 
@@ -70,20 +73,25 @@ class SocketTransport:
     """A TCP or Unix stream socket. Takes over the socket of `trio.socket`."""
 
     def __init__(self, sock: trio.socket.SocketType) -> None:
-        # The standard library's socket inside Trio's: its calls don't go through the event loop when data is there.
-        self._socket: socket.socket = sock._sock  # type: ignore[attr-defined]
-        self._trio_socket = sock
-        self._fd = sock.fileno()
+        # A socket of the standard library: its calls don't go through the event loop when data is there.
+        self._socket = socket.socket(fileno=sock.detach())
+        self._socket.setblocking(False)
+        self._fd = self._socket.fileno()
         self._low_water = 1
         self._bulk = False
         self._tcp = self._socket.family != socket.AF_UNIX
-        peer = _address(self._socket.getpeername)
-        self.local = _name(_address(self._socket.getsockname))
+        try:
+            peer = self._socket.getpeername()
+            self.local = _name(self._socket.getsockname())
+        except OSError as error:  # the peer closed before we looked
+            self.close()
+            raise ConnectionLostError(str(error)) from error
         self.peer = _name(peer) if self._tcp else self.local  # a Unix client has no name of its own
         if self._tcp:
             self._option(socket.IPPROTO_TCP, "TCP_NODELAY", 1)
             self._option(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
-            self._option(socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_S)
+            idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # its name on macOS
+            self._option(socket.IPPROTO_TCP, idle, KEEPALIVE_S)
             self._option(socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_S // 3)
             self._option(socket.IPPROTO_TCP, "TCP_KEEPCNT", 3)
         self._notsent(NOTSENT_BYTES)
@@ -140,6 +148,13 @@ class SocketTransport:
         except (trio.ClosedResourceError, OSError, ValueError) as error:  # ValueError: closed before the wait
             raise ConnectionLostError("closed by this side") from error
 
+    async def peer_left(self) -> None:
+        """See `Transport`."""
+        await self.wait_readable()
+        with contextlib.suppress(OSError):  # a broken connection is one that the peer has left
+            if self._socket.recv(1, socket.MSG_PEEK):
+                await trio.sleep_forever()
+
     def receiving_bulk(self, nbytes: int) -> None:
         """See `Transport`. Set only when it changes: it is a system call."""
         low_water = max(1, min(nbytes, PAYLOAD_SLICE_BYTES))
@@ -160,8 +175,10 @@ class SocketTransport:
 
     def close(self) -> None:
         """See `Transport`."""
-        self._trio_socket.close()  # wakes waiting tasks first
-        self._fd = -1
+        if self._fd >= 0:
+            trio.lowlevel.notify_closing(self._fd)  # wakes waiting tasks
+            self._fd = -1
+            self._socket.close()
 
     def _notsent(self, nbytes: int) -> None:
         if self._tcp:
@@ -173,13 +190,6 @@ class SocketTransport:
         if option is not None:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(level, option, value)
-
-
-def _address(ask: Callable[[], object]) -> object:
-    try:
-        return ask()
-    except OSError as error:  # the peer closed before we looked
-        raise ConnectionLostError(str(error)) from error
 
 
 def _name(address: object) -> str:

@@ -35,6 +35,16 @@ def error_line(code: str, text: str) -> bytes:
     return line.encode("utf-8", "backslashreplace") + _CRLF
 
 
+def array_header(count: int) -> bytes:
+    """What comes before the items of an array."""
+    return b"*%d\r\n" % count
+
+
+def map_header(count: int, resp: int) -> bytes:
+    """What comes before `count` fields with their values."""
+    return b"%%%d\r\n" % count if resp == 3 else b"*%d\r\n" % (2 * count)
+
+
 def _simple(reply: Simple, resp: int, out: list[Part]) -> None:
     out.append(reply.wire)
 
@@ -91,14 +101,13 @@ def _stream(reply: Stream, resp: int, out: list[Part]) -> None:
 
 
 def _array(reply: Sequence[object], resp: int, out: list[Part]) -> None:
-    out.append(b"*%d\r\n" % len(reply))
+    out.append(array_header(len(reply)))
     for item in reply:
         encode(item, resp, out)
 
 
 def _map(reply: Map, resp: int, out: list[Part]) -> None:
-    size = len(reply.pairs)
-    out.append(b"%%%d\r\n" % size if resp == 3 else b"*%d\r\n" % (2 * size))
+    out.append(map_header(len(reply.pairs), resp))
     for field, value in reply.pairs:
         encode(field, resp, out)
         encode(value, resp, out)

@@ -3,6 +3,7 @@
 import pytest
 import trio
 
+from pion.dispatch import QUEUED_ARGUMENT_BYTES
 from pion.replies import NO_REPLY, OK, ErrorReply
 from pion.testing import FakeClock, Harness, make_harness
 
@@ -74,7 +75,7 @@ async def test_info_tells_the_state_of_the_connection():
     await harness.call("PING")
     other = harness.client()
     mine, _ = lines(await other.call("CLIENT", "LIST"))
-    assert (mine["flags"], mine["multi"], mine["multi-mem"]) == ("xeT", "1", "4")
+    assert (mine["flags"], mine["multi"], mine["multi-mem"]) == ("xeT", "1", str(4 + QUEUED_ARGUMENT_BYTES))
 
 
 async def test_list_filters(harness):
@@ -239,3 +240,14 @@ async def test_a_long_list_lets_others_run(harness):
         assert len(lines(await harness.call("CLIENT", "LIST"))) == 1001
         nursery.cancel_scope.cancel()
     assert turns >= 2
+
+
+async def test_list_and_kill_bound_their_work(harness):
+    ids = ["1"] * 1024
+    assert len(lines(await harness.call("CLIENT", "LIST", "ID", *ids))) == 1
+    assert await harness.call("CLIENT", "LIST", "ID", *ids, "1") == ErrorReply(
+        "ERR", "at most 1024 ids in one call, got 1025"
+    )
+    assert await harness.call("CLIENT", "KILL", *["ID", "9"] * 513) == ErrorReply(
+        "ERR", "at most 1024 filters in one call, got 1026"
+    )

@@ -7,7 +7,7 @@ from pion.commands.command_docs import documentation
 from pion.commands.command_table import describe
 from pion.protocol.encode import encode
 from pion.registry import Registry
-from pion.replies import ErrorReply, Map, Simple
+from pion.replies import ErrorReply, Map, Simple, Static
 
 
 async def nothing(context, argv):
@@ -203,3 +203,37 @@ async def test_every_container_has_help(harness):
         words = {line.split()[0] for line in lines[1:] if not line.startswith((" ", "("))}
         assert words == {row.name.partition(" ")[2] for row in registry.subcommands(container)}
     assert "(no subcommand)" in [line.text for line in await harness.call("COMMAND", "HELP")]
+
+
+@pytest.mark.parametrize("subcommand", ["INFO", "DOCS"])
+async def test_the_number_of_names_is_bounded(harness, subcommand):
+    assert await harness.call("COMMAND", subcommand, *["ping"] * 1024)
+    assert await harness.call("COMMAND", subcommand, *["ping"] * 1025) == ErrorReply(
+        "ERR", "at most 1024 names in one call, got 1025"
+    )
+
+
+async def test_a_name_asked_for_twice_is_documented_once(harness):
+    reply = await harness.call("COMMAND", "DOCS", "ping", "PING", "nosuch", "ping")
+    assert [name for name, _ in reply.pairs] == ["ping"]
+
+
+@pytest.mark.parametrize("request_", [("COMMAND",), ("COMMAND", "INFO", "ping"), ("COMMAND", "DOCS")])
+async def test_rows_are_described_once_and_encoded_once(harness, monkeypatch, request_):
+    first = await harness.call(*request_)
+
+    def again(*args):
+        raise AssertionError("described again")
+
+    monkeypatch.setattr("pion.commands.command_table.describe", again)
+    monkeypatch.setattr("pion.commands.command_table.documentation", again)
+    reply = await harness.worker.dispatcher.execute(harness.context, [word.encode() for word in request_])
+    statics = [value for _, value in reply.pairs] if isinstance(reply, Map) else reply
+    assert all(isinstance(each, Static) and each.wire[2] for each in statics)
+    assert len(first.pairs if isinstance(first, Map) else first) == len(statics)
+
+
+async def test_filters_are_bounded(harness):
+    assert await harness.call("COMMAND", "LIST", "FILTERBY", "PATTERN", "*" * 257) == ErrorReply(
+        "ERR", "a pattern can be at most 256 bytes long, got 257"
+    )

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import trio
 
-from pion.config import Config, fields, flag_name
+from pion.config import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES, Config, fields, flag_name
 from pion.replies import OK, ErrorReply, Map
 from pion.testing import make_harness
 
@@ -22,7 +23,38 @@ async def test_get_one(harness):
     assert await get(harness, "MaxClients", "max?lients") == {"maxclients": "10000"}
     assert await get(harness, "nosuch") == {}
     assert await get(harness, "") == {}
-    assert await get(harness, memoryview(b"*" * 40_000)) == await get(harness, "*")
+    assert await get(harness, "*" * MAX_PATTERN_BYTES) == await get(harness, "*")
+
+
+async def test_get_bounds_its_work(harness):
+    assert await harness.call("CONFIG", "GET", memoryview(b"*" * 40_000)) == ErrorReply(
+        "ERR", "a pattern can be at most 256 bytes long, got 40000"
+    )
+    assert await get(harness, *["maxclients"] * MAX_NAMES_PER_CALL) == {"maxclients": "10000"}
+    assert await harness.call("CONFIG", "GET", *["*"] * (MAX_NAMES_PER_CALL + 1)) == ErrorReply(
+        "ERR", "at most 1024 patterns in one call, got 1025"
+    )
+    too_many = ["timeout", "1"] * (MAX_NAMES_PER_CALL // 2 + 1)
+    assert await harness.call("CONFIG", "SET", *too_many) == ErrorReply(
+        "ERR", "at most 1024 names and values in one call, got 1026"
+    )
+
+
+async def test_a_pattern_that_is_slow_to_match_lets_others_run(harness, monkeypatch):
+    monkeypatch.setattr("pion.commands.checks.TURN_NS", -1)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        await get(harness, "*")
+        nursery.cancel_scope.cancel()
+    assert turns > 20
 
 
 async def test_get_everything(harness):

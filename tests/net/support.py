@@ -22,7 +22,7 @@ from pion.net.memory import MemoryTransport, memory_pair
 from pion.net.table import ConnectionTable
 from pion.receipt import Receipt
 from pion.registry import Registry
-from pion.replies import NO_REPLY, OK, Blob, Buffer, Reply, Simple, Stream
+from pion.replies import NO_REPLY, OK, Blob, Buffer, Map, Reply, Simple, Stream
 from tests.protocol.support import request
 
 __all__ = ["Client", "Rig", "request"]
@@ -81,6 +81,11 @@ class Store:
     async def nonsense(self, context: Context, argv: list[Buffer]) -> Reply:
         return object()  # type: ignore[return-value]
 
+    async def many(self, context: Context, argv: list[Buffer]) -> Reply:
+        """MANY list|map count."""
+        count = int(argv[2])
+        return [7] * count if argv[1] == b"list" else Map([(7, 8)] * count)
+
     async def quit(self, context: Context, argv: list[Buffer]) -> Reply:
         context.session.closing = True
         return OK
@@ -123,6 +128,7 @@ def _rows(store: Store) -> list[Command]:
         row("BLOCK", -1, store.block, Flag.BLOCKING),
         row("FAIL", 1, store.fail),
         row("NONSENSE", 1, store.nonsense),
+        row("MANY", 3, store.many),
         row("QUIT", 1, store.quit, Flag.NO_AUTH),
         row("AUTH", 2, store.auth, Flag.NO_AUTH),
         row("HELLO", 2, store.hello),
@@ -189,7 +195,7 @@ class Rig:
             started_s=0.0,
         )
         self.closed: list[int] = []
-        self.services.state["disconnect"] = [lambda session: self.closed.append(session.id)]
+        self.services.disconnect = [lambda session: self.closed.append(session.id)]
         self.dispatcher = Dispatcher(self.registry, self.monitor)
         self.table = ConnectionTable(self.services)
         self.nursery: trio.Nursery

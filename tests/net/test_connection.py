@@ -10,8 +10,9 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from pion.config import COMMANDS_PER_TURN
+from pion.dispatch import QUEUED_ARGUMENT_BYTES
 from pion.net.table import Phase
-from tests.net.support import Rig, request
+from tests.net.support import Client, Rig, request
 
 MIB = 1 << 20
 
@@ -106,7 +107,7 @@ async def test_payloads_queued_by_a_transaction_stay_reserved_until_it_ran():
             request(b"MULTI"), request(b"SET", b"a", b"y" * 100_000), request(b"SET", b"b", b"y" * 50_000)
         )
         await client.expect(b"+OK\r\n+QUEUED\r\n+QUEUED\r\n")
-        assert rig.table.budget.used == 150_000
+        assert rig.table.budget.used == 150_000 + 2 * (len(b"SETa") + 3 * QUEUED_ARGUMENT_BYTES)
         await client.send(request(b"EXEC"))
         await client.expect(b"*2\r\n+OK\r\n+OK\r\n")
         await wait_all_tasks_blocked()
@@ -224,12 +225,98 @@ async def test_an_unexpected_error_closes_this_connection_only_and_is_logged(cap
     async with Rig.running() as rig:
         bad, good = rig.connect(), rig.connect()
         with caplog.at_level(logging.ERROR, "pion.net"):
-            await bad.send(request(b"NONSENSE"))
-            await bad.expect_end()
+            await bad.send(request(b"STREAM", b"100", b"99", b"10"))
+            await bad.receive(1000)
         assert "unexpected error" in caplog.text
-        assert "object is not a reply" in caplog.text
+        assert "a stream of 100 bytes made 99" in caplog.text
         await good.send(request(b"PING"))
         await good.expect(b"+PONG\r\n")
+
+
+async def test_what_is_no_reply_is_answered_with_an_error_that_names_the_plugin(caplog):
+    async with Rig.running() as rig:
+        client = rig.connect()
+        await client.send(request(b"NONSENSE"), request(b"PING"))
+        text = b"internal error in NONSENSE (plugin test): object is not a reply"
+        await client.expect(b"-ERR " + text + b"\r\n+PONG\r\n")
+        assert "command NONSENSE of plugin test returned what can't be sent" in caplog.text
+        await client.send(request(b"MULTI"), request(b"NONSENSE"), request(b"PING"), request(b"EXEC"))
+        await client.expect(b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n-ERR " + text + b"\r\n+PONG\r\n")
+        assert rig.monitor.counter("nonsense").failed == 2
+
+
+async def test_a_reply_that_is_the_payload_keeps_its_memory_reserved_until_it_is_sent():
+    async with Rig.running() as rig:
+        client = rig.connect(capacity=1000)
+        await client.send(request(b"PING", b"p" * 3_000_000))
+        await wait_all_tasks_blocked()
+        assert client.connection.phase is Phase.SENDING
+        assert rig.table.budget.used == 3_000_000
+        await client.expect(b"$3000000\r\n" + b"p" * 3_000_000 + b"\r\n")
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 0
+
+
+async def test_short_arguments_in_a_transaction_share_the_receive_budget():
+    async with Rig.running(max_receiving_bytes=MIB) as rig:
+        first, second = rig.connect(), rig.connect()
+        await first.send(request(b"MULTI"), *[request(b"SET", b"k", b"v" * 30_000) for _ in range(30)])
+        await first.expect(b"+OK\r\n" + b"+QUEUED\r\n" * 30)
+        assert rig.table.budget.used == 30 * (30_004 + 3 * QUEUED_ARGUMENT_BYTES)
+        await second.send(request(b"MULTI"), *[request(b"SET", b"k", b"v" * 30_000) for _ in range(5)])
+        await second.expect(b"+OK\r\n" + b"+QUEUED\r\n" * 4)
+        await second.expect(b"-OOM no memory to queue 30172 bytes now (max-receiving is 1048576 bytes)\r\n")
+        await second.send(request(b"EXEC"), request(b"PING"))
+        await second.expect(b"-EXECABORT Transaction discarded because of previous errors.\r\n+PONG\r\n")
+        # The next transaction begins in the batch that ends the first: only what is queued now stays reserved.
+        await first.send(request(b"EXEC"), request(b"MULTI"), request(b"SET", b"k", b"v"))
+        await first.expect(b"*30\r\n" + b"+OK\r\n" * 30 + b"+OK\r\n+QUEUED\r\n")
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 5 + 3 * QUEUED_ARGUMENT_BYTES
+        first.transport.close()
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 0
+
+
+async def test_a_payload_queued_in_the_transaction_before_is_given_back_when_the_next_is_open():
+    async with Rig.running() as rig:
+        client = rig.connect()
+        await client.send(request(b"MULTI"), request(b"SET", b"k", b"v" * 100_000))
+        await client.expect(b"+OK\r\n+QUEUED\r\n")
+        await client.send(request(b"EXEC"), request(b"MULTI"))
+        await client.expect(b"*1\r\n+OK\r\n+OK\r\n")
+        await wait_all_tasks_blocked()
+        assert rig.table.budget.used == 0
+
+
+async def test_errors_that_never_became_commands_are_counted():
+    async with Rig.running(max_receiving_bytes=MIB) as rig:
+        client = rig.connect()
+        await client.send(request(b"SET", b"k", bytes(2 * MIB)), b"*1\r\n:5\r\n")
+        await client.expect(b"-OOM no memory to receive 2097152 bytes now (max-receiving is 1048576 bytes)\r\n")
+        await client.expect(b"-ERR Protocol error: expected '$', got ':'\r\n")
+        assert rig.monitor.errors == {"OOM": 1, "ERR": 1}
+
+
+async def test_long_arrays_and_maps_are_encoded_in_turns(monkeypatch):
+    """Each item's encoding takes a whole turn here, so another client's PING is answered before the reply is made."""
+    monkeypatch.setattr("pion.net.connection.TURN_NS", -1)
+    async with Rig.running() as rig:
+        long, other = rig.connect(), rig.connect()
+        answered: list[str] = []
+
+        async def take(name: str, client: Client, reply: bytes) -> None:
+            await client.expect(reply)
+            answered.append(name)
+
+        await long.send(request(b"MANY", b"list", b"10000"))
+        await other.send(request(b"PING"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take, "long", long, b"*10000\r\n" + b":7\r\n" * 10_000)
+            nursery.start_soon(take, "other", other, b"+PONG\r\n")
+        assert answered == ["other", "long"]
+        await long.send(request(b"HELLO", b"3"), request(b"MANY", b"map", b"100"))
+        await long.expect(b"_\r\n%100\r\n" + b":7\r\n:8\r\n" * 100)
 
 
 async def test_a_failing_disconnect_callback_does_not_keep_the_others_from_running(caplog):
@@ -238,7 +325,7 @@ async def test_a_failing_disconnect_callback_does_not_keep_the_others_from_runni
         def fail(session: object) -> None:
             raise RuntimeError("callback")
 
-        rig.services.state["disconnect"].insert(0, fail)
+        rig.services.disconnect.insert(0, fail)
         client = rig.connect()
         client.transport.close()
         await wait_all_tasks_blocked()

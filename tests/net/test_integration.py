@@ -65,7 +65,7 @@ async def test_a_slow_reader_gets_one_whole_version_while_rows_are_replaced_drop
         await store(writer, b"s", 1)
         slow = await connect(server.port, receive_buffer=4096)
         await slow.send_all(fetch(b"s"))
-        await blocked_readers(server.services.state["net"], 1)
+        await blocked_readers(server.services.net, 1)
         await store(writer, b"s", 2)
         assert ledger.sending_bytes == SIZE
         await call(writer, b":1\r\n", b"V.DROP", b"s")
@@ -96,10 +96,10 @@ async def test_slow_readers_of_dropped_rows_are_cut_when_they_hold_too_much():
             reader = await connect(server.port, receive_buffer=4096)
             await reader.send_all(fetch(b"s"))
             readers.append(reader)
-            await blocked_readers(server.services.state["net"], 1)
+            await blocked_readers(server.services.net, 1)
             assert ledger.sending_bytes <= limit + SIZE
         await call(writer, b"+PONG\r\n", b"PING")
-        assert server.services.state["net"].statistics().slow_readers_dropped >= 5
+        assert server.services.net.statistics().slow_readers_dropped >= 5
         for reader in (*readers, writer):
             await reader.aclose()
         with trio.fail_after(10):

@@ -38,7 +38,7 @@ class Server:
         return await trio.open_unix_socket(self.path)
 
     def drain(self) -> None:
-        self.rig.services.state["draining"].set()
+        self.rig.services.draining.set()
 
 
 @asynccontextmanager
@@ -171,7 +171,7 @@ async def test_serve_returns_when_it_has_drained():
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             await nursery.start(serve, listeners, rig.services, rig.dispatcher)
-            rig.services.state["draining"].set()
+            rig.services.draining.set()
     assert listeners[0].socket.fileno() == -1
 
 

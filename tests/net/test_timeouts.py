@@ -20,7 +20,7 @@ async def _end_time(rig: Rig, client: Client, limit_s: float) -> float:
         if session is client.connection.session:
             ended.set()
 
-    rig.services.state["disconnect"].append(note)
+    rig.services.disconnect.append(note)
     with trio.move_on_after(limit_s):
         await ended.wait()
     return trio.current_time() - start_s
@@ -35,6 +35,60 @@ async def test_half_a_request_then_silence(autojump_clock):
             assert 59 < await _end_time(rig, client, 200) < 63
             assert rig.table.statistics().timed_out == 1
             assert rig.table.budget.used == 0
+
+
+async def test_a_stranger_who_sends_no_password(autojump_clock):
+    async with Rig.running(receive_timeout_s=60, requirepass="secret") as rig:
+        rig.nursery.start_soon(rig.table.watch)
+        talking, known = rig.connect(), rig.connect()
+        await known.call(b"AUTH", b"secret")
+        await known.expect(b"+OK\r\n")
+
+        async def talk() -> None:
+            while True:
+                await talking.call(b"PING")
+                await trio.sleep(1)
+
+        rig.nursery.start_soon(talk)
+        assert 59 < await _end_time(rig, talking, 200) < 63
+        await known.call(b"PING")
+        await known.expect(b"+PONG\r\n")
+
+
+async def test_slow_senders_make_room_when_memory_to_receive_runs_out(autojump_clock):
+    """Two that announce everything and trickle; then one that can be served in time."""
+    async with Rig.running(max_receiving_bytes=4 * MIB) as rig:
+        slow = [rig.connect(), rig.connect()]
+        for client in slow:
+            await client.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (2 * MIB))
+        quick, late = rig.connect(), rig.connect()
+        await trio.sleep(4)
+        await quick.call(b"SET", b"q", bytes(MIB))  # they are too new to be called slow
+        await quick.expect(b"-OOM no memory to receive 1048576 bytes now (max-receiving is 4194304 bytes)\r\n")
+        for _ in range(10):
+            await trio.sleep(1)
+            for client in slow:
+                await client.send(b"x")
+        await late.call(b"SET", b"q", bytes(3 * MIB))
+        await late.expect(b"+OK\r\n")
+        assert rig.table.statistics().slow_senders_dropped == 2
+        for client in slow:
+            await client.expect_end()
+        assert rig.table.budget.used == 0
+
+
+async def test_quick_senders_are_not_dropped_for_another(autojump_clock):
+    async with Rig.running(max_receiving_bytes=4 * MIB) as rig:
+        busy, other = rig.connect(), rig.connect()
+        await busy.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (3 * MIB))
+        for _ in range(10):
+            await trio.sleep(1)
+            await busy.send(bytes(300_000))
+        await other.call(b"SET", b"q", bytes(2 * MIB))
+        await other.expect(b"-OOM no memory to receive 2097152 bytes now (max-receiving is 4194304 bytes)\r\n")
+        await busy.send(bytes(3 * MIB - 3_000_000), b"\r\n")
+        await busy.expect(b"+OK\r\n")
+        assert rig.table.statistics().slow_senders_dropped == 0
 
 
 async def test_a_request_that_keeps_coming_may_take_long(autojump_clock):
