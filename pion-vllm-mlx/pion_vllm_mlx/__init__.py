@@ -15,5 +15,6 @@ if not _blas.fast:
 
 from pion_vllm_mlx.prompt_cache import PionPromptCache  # noqa: E402
 from pion_vllm_mlx.slots import UnsupportedCacheError  # noqa: E402
+from pion_vllm_mlx.threads import release_at_thread_end  # noqa: E402
 
-__all__ = ["PionPromptCache", "UnsupportedCacheError"]
+__all__ = ["PionPromptCache", "UnsupportedCacheError", "release_at_thread_end"]

@@ -20,9 +20,11 @@ from typing import Any, Final, TypeVar
 
 from pion.client import PionClient
 from pion.client.errors import (
+    BadReplyError,
     NotAuthenticatedError,
     PermissionDeniedError,
     PionClientError,
+    ServerError,
     TransportError,
     WrongPasswordError,
 )
@@ -57,16 +59,17 @@ class Link:
         self._idle: list[PionClient] = []
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
+        PionClient(**settings).close()  # connects to nothing, but refuses arguments that can't work
         # Users of a notebook forget to close; sockets shouldn't wait for the garbage collector to complain.
         weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
-    def operation(self) -> Iterator[Operation]:
-        """The server for one operation.
+    def operation(self, deadline_s: float | None = None) -> Iterator[Operation]:
+        """The server for one operation, each exchange of which may take `deadline_s`.
 
         Whatever escapes the block closes the connection; the server then drops a prefix that was being filled.
         """
-        operation = Operation(self, self._take())
+        operation = Operation(self, self._take(deadline_s))
         try:
             yield operation
         except BaseException:
@@ -79,15 +82,17 @@ class Link:
         with self._lock:
             _close_all(self._idle)
 
-    def _take(self) -> PionClient | None:
+    def _take(self, deadline_s: float | None) -> PionClient | None:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
             if self.fallback and self._clock() < self._not_before:
                 self.failures += 1
                 return None
-        # With a fallback there is no use in trying again: the prefill can start meanwhile.
-        return PionClient(**self._settings, retries=0 if self.fallback else 3)
+            client = self._idle.pop() if self._idle else None
+        if client is None:
+            # With a fallback there is no use in trying again: the prefill can start meanwhile.
+            client = PionClient(**self._settings, retries=0 if self.fallback else 3)
+        client.deadline_s = deadline_s
+        return client
 
     def _give(self, operation: Operation) -> None:
         client = operation.client
@@ -107,10 +112,27 @@ class Link:
             raise error
         with self._lock:
             self.failures += 1
-            if isinstance(error, TransportError):
+            # A reply that is no answer, or too large for us, says nothing about the next question.
+            if isinstance(error, TransportError) and not isinstance(error, BadReplyError):
+                _close_all(self._idle)  # what one connection met, the others will
                 self._not_before = self._clock() + self._pause_s
                 self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         logger.warning("%s: %s; going on without the server", what, error)
+
+
+def unless_refused(what: str, question: Callable[[PionClient], T], otherwise: T) -> Callable[[PionClient], T]:
+    """The question, where the server's refusal is an answer: `otherwise`. A refused password stays an error."""
+
+    def asked(client: PionClient) -> T:
+        try:
+            return question(client)
+        except ServerError as error:
+            if isinstance(error, ALWAYS_ERRORS):
+                raise
+            logger.info("%s: %s", what, error)
+            return otherwise
+
+    return asked
 
 
 def _close_all(clients: list[PionClient]) -> None:

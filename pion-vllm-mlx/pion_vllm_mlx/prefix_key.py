@@ -17,6 +17,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pion.errors import CommandError
+from pion.storage.formats import get_format
 from pion_vllm_mlx.fields import digest_fields
 from pion_vllm_mlx.fingerprint import Identity
 from pion_vllm_mlx.slots import SlotShape
@@ -58,7 +60,10 @@ class Layout:
         """`native` is each slot's own element type; with `boundary_protect` N, K and N outer layers of V are fp16.
 
         The seed's rule: K drives the softmax and tolerates noise poorly, the outer layers are the most sensitive.
+        Raises ValueError for a format that isn't known or can't hold rows of these widths.
         """
+        if vquant != "native":
+            _check_format(vquant, slots)
         chosen = [slot.dtype if vquant == "native" else vquant for slot in slots]
         if not boundary_protect or vquant == "native":
             return cls(tuple(chosen), tuple(chosen))
@@ -71,6 +76,17 @@ class Layout:
         keys = [(fmt, slot.keys.width) for fmt, slot in zip(self.keys, slots, strict=True)]
         values = [(fmt, slot.values.width) for fmt, slot in zip(self.values, slots, strict=True)]
         return _runs(keys), _runs(values)
+
+
+def _check_format(name: str, slots: Sequence[SlotShape]) -> None:
+    try:
+        fmt = get_format(name.encode())
+        for slot in slots:
+            fmt.check_dim(slot.keys.width)
+            fmt.check_dim(slot.values.width)
+    except CommandError as error:
+        msg = f"vquant={name!r}: {error}; or native"
+        raise ValueError(msg) from None
 
 
 def _runs(layers: list[tuple[str, int]]) -> str:

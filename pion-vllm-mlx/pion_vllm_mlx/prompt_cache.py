@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
 
-from pion.client import PionClient, Registered
-from pion.client.errors import ExistsError, PionClientError, ServerError
+from pion.client import PionClient
+from pion.client.errors import PionClientError, ServerError
 from pion_vllm_mlx import transfer
-from pion_vllm_mlx.fingerprint import Fingerprint, tokenizer_fingerprint
-from pion_vllm_mlx.link import Link, Operation, logger
+from pion_vllm_mlx.claims import Claim, Namespace, Plan, claim, register
+from pion_vllm_mlx.fingerprint import Fingerprint, Identity, tokenizer_fingerprint
+from pion_vllm_mlx.link import Link, Operation, logger, unless_refused
 from pion_vllm_mlx.prefill import PREFILL_STEP, Progress, prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, Context, Layout, TokenIds, token_ids
 from pion_vllm_mlx.slots import SlotShape, probe
 from pion_vllm_mlx.statistics import Counters
+from pion_vllm_mlx.threads import release_at_thread_end
 
 MIN_SEGMENT_TOKENS: Final = 64
 """`prepare_prompt` stores what it computed only from this many tokens on: each segment takes two sessions of the
@@ -30,7 +32,8 @@ TRIAL_TOKENS: Final = 32
 LABEL_TOKENS: Final = 24
 """How much of the text the label in META shows."""
 
-Namespace = str | bytes
+LONGEST_WAIT_MS: Final = 600_000
+"""The server's own default limit for one WAIT, which it refuses to exceed."""
 
 
 @attrs.frozen
@@ -40,6 +43,8 @@ class _Found:
     namespace: Namespace
     tokens: int
     caches: list[Any]
+    strict: bool
+    """The name is derived from the content, so it never stands for anything else."""
 
 
 class PionPromptCache:
@@ -55,6 +60,7 @@ class PionPromptCache:
         vquant: the stored format. "native" keeps the model's own element type: what comes back is bit-identical. Any
             other name ("fp16", "int8", ...) is a format of the server, which converts.
         boundary_protect: with N > 0, K and the first and last N layers of V are stored as fp16, the rest as `vquant`.
+            Ignored with "native".
         stage2: attention on the server; not part of this version.
         inproc: with stage2, attend to a prefix that this process holds without the server.
         host, port, unix, tls, username, password, timeout_s: as for `pion.client.PionClient`.
@@ -64,8 +70,10 @@ class PionPromptCache:
         prefill_step: tokens of one forward pass.
         longest_match: look for a stored prefix of the text when the exact one isn't there.
 
-    Thread-safe. Arrays that are returned are evaluated, so another thread may use them. Raises
-    `slots.UnsupportedCacheError` for a model whose cache it can't keep.
+    Thread-safe. Arrays that are returned are evaluated, so another thread may use them. A thread of yours that uses MLX
+    and never calls this class should call `release_at_thread_end()`, see `threads.py`. The model may be changed between
+    calls (another element type, another adapter); that gives other names. Raises `slots.UnsupportedCacheError` for a
+    model whose cache it can't keep, and ValueError for arguments that can't work, an unknown format among them.
     """
 
     def __init__(
@@ -97,15 +105,17 @@ class PionPromptCache:
             raise ValueError(msg)
         self._model = model
         self._tokenizer = tokenizer
-        self._slots: tuple[SlotShape, ...] = probe(model)
-        self._layout = Layout.of(self._slots, vquant, boundary_protect)
+        self._vquant = vquant
+        self._boundary_protect = boundary_protect
         self._fingerprint = Fingerprint(model)
-        self._fingerprint.current()  # now, while the model has just been loaded, rather than in the first answer
+        self._lock = threading.Lock()
+        self._probed: tuple[Identity, tuple[SlotShape, ...], Layout] | None = None
         self._tokenizer_hash = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         self._adapter_path = None if adapter_path is None else str(adapter_path)
         self._step = prefill_step
         self._longest_match = longest_match
         self._inproc = inproc
+        self._timeout_s = timeout_s
         self._counters = Counters()
         self._ms_per_token: float | None = None
         settings = {
@@ -113,6 +123,7 @@ class PionPromptCache:
             "username": username, "password": password, "timeout_s": timeout_s,
         }  # fmt: skip
         self._link = Link(settings, fallback=fallback)
+        self._context()  # now, while the model has just been loaded, rather than in the first answer
 
     def __enter__(self) -> PionPromptCache:
         return self
@@ -125,7 +136,12 @@ class PionPromptCache:
         self._link.close()
 
     def get_or_prefill(
-        self, ids: Sequence[int] | Any, namespace: Namespace | None = None, *, progress: Progress | None = None
+        self,
+        ids: Sequence[int] | Any,
+        namespace: Namespace | None = None,
+        *,
+        media: Sequence[bytes] = (),
+        progress: Progress | None = None,
     ) -> list[Any]:
         """Caches, in mlx-lm's order, that hold exactly `len(ids)` tokens: fetched if stored, else computed and stored.
 
@@ -136,15 +152,16 @@ class PionPromptCache:
                 that continues it. A name of one's own stands for itself: all is computed and stored under it. What is
                 found under it is used only if it was computed from these tokens by this very model, tokenizer and
                 format; anything else counts as a mismatch and is left alone.
+            media: digests of the images and sounds that the placeholder tokens stand for, in order.
             progress: called with (tokens done, tokens in all) before and after each step of a prefill. An exception
                 that it raises cancels: nothing is stored.
 
         Each call returns caches of its own; changing them changes nothing stored.
         """
         wanted = token_ids(ids)
-        context = self._context()
+        context = self._context(media)
         name = context.namespace(wanted) if namespace is None else namespace
-        with self._link.operation() as server:
+        with self._link.operation(self._deadline_s(len(wanted))) as server:
             found, mismatch = self._exact(server, context, name, wanted)
             if found is not None:
                 self._counters.add(hits=1)
@@ -153,20 +170,21 @@ class PionPromptCache:
             return self._complete(server, context, name, wanted, found, store=not mismatch, progress=progress)
 
     def prepare_prompt(
-        self, ids: Sequence[int] | Any, *, progress: Progress | None = None
+        self, ids: Sequence[int] | Any, *, media: Sequence[bytes] = (), progress: Progress | None = None
     ) -> tuple[list[Any], list[int]]:
         """(caches, rest): the caches hold the beginning of the prompt, `rest` are the tokens still to be evaluated.
 
         The longest stored prefix is fetched. What follows it is computed up to the last full block and stored, as a
         segment that continues what was found; text shorter than a segment is left in `rest`. `rest` has at least one
-        token, because a model needs one to answer: hand both to mlx-lm's `generate`. Cold and warm calls split the
-        prompt at the same token, so they give the same bits with vquant="native".
+        token, because a model needs one to answer: hand both to mlx-lm's `generate`. A call that computes all and one
+        that finds exactly that split the prompt at the same token: after an exact match vquant="native" gives the same
+        bits. After a shorter match they are those of a prefill that was split where the match ends.
         """
         wanted = token_ids(ids)
         boundary = (len(wanted) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         head = wanted[:boundary]
-        context = self._context()
-        with self._link.operation() as server:
+        context = self._context(media)
+        with self._link.operation(self._deadline_s(len(wanted))) as server:
             found = self._match(server, context, head) if boundary else None
             have = found.tokens if found is not None else 0
             if boundary - have >= MIN_SEGMENT_TOKENS:
@@ -181,24 +199,26 @@ class PionPromptCache:
 
     def lookup(self, namespace: Namespace) -> bool:
         """Whether a prefix is stored under this name. The server counts it as a hit or a miss of no tokens."""
-        with self._link.operation() as server:
+        with self._link.operation(self._deadline_s(0)) as server:
             return server.ask("lookup", lambda client: client.prefix_lookup(namespace, tokens=0), otherwise=False)
 
     def drop(self, *namespaces: Namespace, cascade: bool = False) -> int:
         """Drop prefixes; how many there were. With `cascade` also those that continue them.
 
         Raises the server's error for a prefix that others continue, unless `cascade` is given: that is a question for
-        the caller, not a failure to fall back from.
+        the caller, not a failure to fall back from. Other refusals are, with `fallback`, a warning and 0.
         """
         if not namespaces:
             return 0
-        with self._link.operation() as server:
+        with self._link.operation(self._deadline_s(0)) as server:
             refused: list[ServerError] = []
 
             def dropped(client: PionClient) -> int:
                 try:
                     return client.prefix_drop(*namespaces, cascade=cascade)
                 except ServerError as error:
+                    if "CASCADE" not in str(error):
+                        raise
                     refused.append(error)
                     return 0
 
@@ -226,20 +246,30 @@ class PionPromptCache:
         text = "|".join(map(str, (*parts, *seed_names.values())))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def namespace(self, ids: Sequence[int] | Any) -> str:
-        """The strict name under which `get_or_prefill(ids)` stores."""
-        return self._context().namespace(token_ids(ids))
+    def namespace(self, ids: Sequence[int] | Any, *, media: Sequence[bytes] = ()) -> str:
+        """The strict name under which `get_or_prefill(ids, media=media)` stores."""
+        return self._context(media).namespace(token_ids(ids))
 
     # Parts
 
-    def _context(self) -> Context:
+    def _context(self, media: Sequence[bytes] = ()) -> Context:
+        """What the rows depend on now: a model's weights, and even its element type, may change between calls."""
+        release_at_thread_end()
+        identity = self._fingerprint.current()
+        with self._lock:
+            if self._probed is None or self._probed[0] != identity:
+                slots = probe(self._model)
+                self._probed = identity, slots, Layout.of(slots, self._vquant, self._boundary_protect)
+            _, slots, layout = self._probed
         return Context.of(
-            self._fingerprint.current(),
-            self._slots,
-            self._layout,
-            tokenizer=self._tokenizer_hash,
-            adapter_path=self._adapter_path,
+            identity, slots, layout, tokenizer=self._tokenizer_hash, adapter_path=self._adapter_path, media=media
         )
+
+    def _deadline_s(self, tokens: int) -> float | None:
+        """When to stop asking a server that is slow without being silent: after the time it takes to do without."""
+        if self._timeout_s is None or not self._link.fallback:
+            return None
+        return max(self._timeout_s, (self._ms_per_token or 0.0) * tokens / 1000)
 
     def _exact(
         self, server: Operation, context: Context, name: Namespace, ids: TokenIds, *, count: bool = True
@@ -248,15 +278,20 @@ class PionPromptCache:
         meta = server.ask("META", lambda client: client.prefix_meta(name), None)
         common = context.common_tokens(meta, ids)
         if common == len(ids):
-            found = self._restore(server, context, name, len(ids), count=count)
-            return found, False
+            return self._restore(server, context, name, len(ids), meta, count=count), False
         if not count:
             return None, False
         # Tells the server about the miss. A hit is a prefix that is there, but not ours to use.
         there = server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=0), otherwise=False)
         if there:
             self._counters.add(mismatches=1)
-            logger.warning("namespace %r holds something else than these tokens of this model; not used", name)
+            logger.warning(
+                "namespace %r holds something else: other tokens, or the same computed with another model or adapter "
+                "(weights, adapter_path), another tokenizer or none given, another format (vquant, boundary_protect) "
+                "or other media. It is left alone and not used. Give every process the same arguments, or use another "
+                "name, or drop this one",
+                name,
+            )
         return None, there
 
     def _match(self, server: Operation, context: Context, ids: TokenIds) -> _Found | None:
@@ -270,31 +305,38 @@ class PionPromptCache:
         meta = server.ask("META", lambda client: client.prefix_meta(match.namespace), None)
         # The hashes only nominate; the token ids decide.
         common = min(context.common_tokens(meta, ids), match.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-        return self._restore(server, context, match.namespace, common) if common else None
+        return self._restore(server, context, match.namespace, common, meta) if common else None
 
     def _restore(
-        self, server: Operation, context: Context, name: Namespace, tokens: int, *, count: bool = True
+        self,
+        server: Operation,
+        context: Context,
+        name: Namespace,
+        tokens: int,
+        meta: bytes | None,
+        *,
+        count: bool = True,
     ) -> _Found | None:
-        """Fetch; None when it isn't there any more, or not in the expected shape."""
+        """Fetch what has this META; None when it isn't there any more, or not in the expected shape."""
         start = time.perf_counter()
-
-        def fetched(client: PionClient) -> tuple[list[Any], int] | None:
-            try:
-                return transfer.fetch(client, name, context, tokens)
-            except ServerError as error:
-                logger.info("prefix %r went away before it was fetched: %s", name, error)
-                return None
-
+        strict = context.names(name, meta)
+        fetched = unless_refused("FETCH", lambda client: transfer.fetch(client, name, context, tokens), None)
         result = server.ask("FETCH", fetched, None)
         if result is None:
             return None
         caches, nbytes = result
         elapsed_ms = (time.perf_counter() - start) * 1000
+        # After the fetch, so that the receipt counts what was really restored.
+        questions: list[tuple[Any, ...]] = [("KV.PREFIX.LOOKUP", name, "TOKENS", tokens)] if count else []
+        if not strict:
+            # Another client may have dropped the name and stored something else under it between META and FETCH.
+            questions.insert(0, ("KV.PREFIX.META", name))
+        replies = server.ask("LOOKUP", lambda client: client.pipeline(questions), []) if questions else []
+        if not strict and replies[:1] != [meta]:
+            logger.info("prefix %r was replaced while it was being fetched; not used", name)
+            return None
         self._counters.add(fetch_ms_total=elapsed_ms, bytes_fetched=nbytes, tokens_restored=tokens)
-        if count:
-            # After the fetch, so that the receipt counts what was really restored.
-            server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=tokens), otherwise=False)
-        return _Found(name, tokens, caches)
+        return _Found(name, tokens, caches, strict)
 
     def _complete(
         self,
@@ -312,32 +354,39 @@ class PionPromptCache:
         if found is not None and have == len(ids):
             self._counters.add(hits=1)
             return found.caches
-        plan = _Plan(context, name, ids, (found.namespace, have) if found is not None else None)
-        claim = server.ask("REGISTER", lambda client: _claim(client, plan), _Claim.NO) if store else _Claim.NO
-        if claim is _Claim.OTHERS:
+        # A name of somebody's own may come to stand for something else before we continue it: then all is stored.
+        parent = (found.namespace, have) if found is not None and found.strict else None
+        plan = Plan(context, name, ids, parent)
+        whose = server.ask("REGISTER", lambda client: claim(client, plan), Claim.NO) if store else Claim.NO
+        if whose is Claim.OTHERS:
             waited = self._wait(server, context, name, ids, have)
             if waited is not None:
                 return waited.caches
+        watched = _Watched(progress)
         start = time.perf_counter()
         caches = prefill(
             self._model, ids, found.caches if found is not None else None,
-            done=have, step=self._step, progress=progress,
+            done=have, step=self._step, progress=watched,
         )  # fmt: skip
-        elapsed_ms = (time.perf_counter() - start) * 1000
+        elapsed_ms = (time.perf_counter() - start - watched.spent_s) * 1000
         computed = len(ids) - have
-        self._ms_per_token = elapsed_ms / computed
+        if computed >= TRIAL_TOKENS:  # fewer say nothing about many
+            self._ms_per_token = elapsed_ms / computed
         self._counters.add(
             **{"partial_hits" if have else "misses": 1}, prefill_ms_total=elapsed_ms, tokens_prefilled=computed
         )
-        stored = claim is _Claim.OURS and self._store(server, plan, caches, elapsed_ms if not have else None)
+        stored = whose is Claim.OURS and self._store(server, plan, caches, elapsed_ms if not have else None)
         self._counters.add(**{"stored" if stored else "not_stored": 1})
         return caches
 
     def _wait(self, server: Operation, context: Context, name: Namespace, ids: TokenIds, have: int) -> _Found | None:
         """Wait for another client's prefill, at most as long as the same would take here."""
         self._counters.add(waited=1)
-        wait_ms = max(1, round(self._estimate_ms(len(ids) - have)))
-        there = server.ask("WAIT", lambda client: client.prefix_lookup(name, wait_ms=wait_ms, tokens=len(ids)), False)
+        wait_ms = min(max(1, round(self._estimate_ms(len(ids) - have))), LONGEST_WAIT_MS)
+        wait = unless_refused(
+            "WAIT", lambda client: client.prefix_lookup(name, wait_ms=wait_ms, tokens=len(ids)), otherwise=False
+        )
+        there = server.ask("WAIT", wait, otherwise=False)
         found = self._exact(server, context, name, ids, count=False)[0] if there else None
         if found is not None:
             self._counters.add(hits=1)
@@ -351,18 +400,18 @@ class PionPromptCache:
             self._ms_per_token = (time.perf_counter() - start) * 1000 / TRIAL_TOKENS
         return self._ms_per_token * tokens
 
-    def _store(self, server: Operation, plan: _Plan, caches: list[Any], prefill_ms: float | None) -> bool:
+    def _store(self, server: Operation, plan: Plan, caches: list[Any], prefill_ms: float | None) -> bool:
         """Send the rows of a prefix that is registered for us. The server shows it to nobody until it is complete."""
         start = time.perf_counter()
 
         def stored(client: PionClient) -> int:
             # Again: if the server dropped it because the prefill took longer than it waits, this makes it ours once
             # more, or says that another client took over.
-            if _claim(client, plan) is not _Claim.OURS:
+            if claim(client, plan) is not Claim.OURS:
                 return 0
             try:
-                hashes = plan.hashes()
-                _register(
+                hashes = plan.hashes(BLOCK_TOKENS)
+                register(
                     client,
                     plan,
                     meta=plan.context.meta(plan.ids, self._label(plan.ids)),
@@ -382,62 +431,22 @@ class PionPromptCache:
         """For people who look at what is stored: the beginning of the text, if there is a tokenizer to tell it."""
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(ids[:LABEL_TOKENS].tolist()))
+        try:
+            return str(self._tokenizer.decode(ids[:LABEL_TOKENS].tolist()))
+        except Exception:  # whatever a tokenizer raises: a label is worth no answer
+            logger.debug("no label: the tokenizer can't decode these tokens", exc_info=True)
+            return ""
 
 
-@attrs.frozen
-class _Plan:
-    """A prefix to be stored: all its tokens, and the stored part that it continues, if any."""
+class _Watched:
+    """A progress callback, and the time spent in it."""
 
-    context: Context
-    name: Namespace
-    ids: TokenIds
-    parent: tuple[Namespace, int] | None
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self.spent_s = 0.0
 
-    @property
-    def offset(self) -> int:
-        """The first token whose row is stored here."""
-        return self.parent[1] if self.parent is not None else 0
-
-    def hashes(self) -> Any:
-        """The hashes of the blocks that end in this segment."""
-        return self.context.block_hashes(self.ids)[self.offset // BLOCK_TOKENS :]
-
-
-class _Claim(enum.Enum):
-    """Whose a namespace is after registering it."""
-
-    OURS = "ours to fill"
-    OTHERS = "another client fills it, or has just filled it"
-    NO = "the server doesn't want it"
-
-
-def _claim(client: PionClient, plan: _Plan) -> _Claim:
-    """Make the name ours to fill.
-
-    It is registered without META first: if another client has completed it meanwhile, registering succeeds and would
-    put our META over its rows. CHAIN shows complete prefixes only. Once ours is pending, nobody else can complete it.
-    """
-    try:
-        registered = _register(client, plan)
-    except ExistsError as error:  # a name of one's own that something of another shape has
-        logger.info("not stored: %s", error)
-        return _Claim.NO
-    if registered is Registered.DEFERRED:
-        return _Claim.NO
-    if registered is Registered.PENDING or client.execute("KV.PREFIX.CHAIN", plan.name) is not None:
-        return _Claim.OTHERS
-    return _Claim.OURS
-
-
-def _register(client: PionClient, plan: _Plan, **options: Any) -> Registered:
-    keys, values = plan.context.layout.runs(plan.context.slots)
-    return client.prefix_register_schema(
-        plan.name,
-        keys,
-        values,
-        layers=len(plan.context.slots),
-        tokens=len(plan.ids) - plan.offset,
-        parent=plan.parent,
-        **options,
-    )
+    def __call__(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            start = time.perf_counter()
+            self._progress(done, total)
+            self.spent_s += time.perf_counter() - start

@@ -33,6 +33,10 @@ class RejectedPrefixError(PionClientError):
     """What the server sent is not what the model needs: other sizes or another number of layers."""
 
 
+class ChangedModelError(PionClientError):
+    """The caches are not of the shape that the model had when the request began; nothing was sent."""
+
+
 def fetch(client: PionClient, namespace: str | bytes, context: Context, tokens: int) -> tuple[list[Any], int]:
     """(caches that hold the first `tokens` tokens of a prefix, bytes received).
 
@@ -121,8 +125,13 @@ def _as_type(raw: np.ndarray[Any, Any], have: str, want: str) -> np.ndarray[Any,
 def store(client: PionClient, namespace: str | bytes, context: Context, caches: Sequence[Any], start: int) -> int:
     """Send the rows from token `start` on, as rows 0 and up of a registered prefix; returns the bytes sent.
 
-    What is sent was copied out of the caches first. Raises the server's first error, or TransportError.
+    What is sent was copied out of the caches first. Raises the server's first error, TransportError, or, before it
+    sends anything, ChangedModelError.
     """
+    shapes = tuple(codec(cache).shape(cache) for cache in caches)
+    if shapes != context.slots:
+        msg = f"the model's cache is {shapes[0]}, ... now, not {context.slots[0]}, ...; was the model changed?"
+        raise ChangedModelError(msg)
     name = namespace.encode() if isinstance(namespace, str) else namespace
     sent = 0
     group: list[list[Any]] = []

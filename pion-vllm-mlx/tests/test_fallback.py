@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
-from pion.client.errors import ConnectFailedError, NotAuthenticatedError, TransportError, WrongPasswordError
+from pion.client import PionClient
+from pion.client.errors import (
+    BadReplyError,
+    ConnectFailedError,
+    NotAuthenticatedError,
+    PermissionDeniedError,
+    ServerError,
+    TransportError,
+    WrongPasswordError,
+)
 from pion.testing import ServerProcess
-from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx import PionPromptCache, transfer
 from pion_vllm_mlx.link import FIRST_PAUSE_S, Link
 from pion_vllm_mlx.prefill import prefill
 from pion_vllm_mlx.prefix_key import token_ids
@@ -185,3 +197,117 @@ def test_an_unreachable_unix_socket(cache, model, tmp_path):
     assert same_bits(pc.get_or_prefill(IDS), expected(model))
     with pytest.raises(TransportError):
         cache(unix=str(tmp_path / "none.sock"), fallback=False).get_or_prefill(IDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"username": "u"}, ValueError), ({"tls": ssl.create_default_context()}, NotImplementedError),
+        ({"timeout_s": 0}, ValueError),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_work_are_refused_at_once(model, options, error):
+    with pytest.raises(error):
+        PionPromptCache(model, **options)
+
+
+def ping(link):
+    with link.operation() as server:
+        return server.ask("PING", lambda client: client.execute("PING"), "nothing")
+
+
+def test_a_failure_closes_idle_connections_and_pauses_for_all(server):
+    now = [0.0]
+    link = Link({"port": server.port}, fallback=True, clock=lambda: now[0])
+    with link.operation() as first, link.operation() as second:
+        for operation in (first, second):
+            assert operation.ask("PING", lambda client: client.execute("PING"), None) == "PONG"
+    assert len(link._idle) == 2
+    link.failed("test", TransportError("silence"))
+    assert link._idle == []
+    link._idle.append(link._take(None) or PionClient(port=server.port))  # an operation that ended meanwhile
+    assert ping(link) == "nothing"
+    now[0] = 1.1 * FIRST_PAUSE_S
+    assert ping(link) == "PONG"
+    link.close()
+
+
+def test_an_answer_that_is_too_large_is_no_reason_to_pause(server):
+    link = Link({"port": server.port, "max_reply_bytes": 1000}, fallback=True)
+    with link.operation() as operation:
+        assert operation.ask("ECHO", lambda client: client.prefix_meta("x"), "none") is None
+        answer = operation.ask("INFO", lambda client: client.info(), "too large")
+    assert answer == "too large"
+    assert link.failures == 1
+    assert ping(link) == "PONG"
+    link.failed("test", BadReplyError("nonsense"))
+    assert ping(link) == "PONG"
+    link.close()
+
+
+def trickle(listener):
+    """Greets, and then sends a byte of a bulk now and then."""
+    with suppress(OSError):
+        while True:
+            peer, _ = listener.accept()
+            with peer, suppress(OSError):
+                data = b""
+                while data.count(b"SETINFO") < 2:
+                    data += peer.recv(4096)
+                peer.sendall(b"%1\r\n$5\r\nproto\r\n:3\r\n+OK\r\n+OK\r\n")
+                peer.recv(4096)
+                peer.sendall(b"$100000\r\n")
+                while True:
+                    peer.sendall(b"x")
+                    time.sleep(0.02)
+
+
+def test_a_server_that_trickles_costs_one_timeout(cache, model):
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=trickle, args=(listener,))
+    thread.start()
+    pc = cache(port=listener.getsockname()[1], timeout_s=0.3)
+    assert same_bits(pc.get_or_prefill(IDS), expected(model))
+    assert pc.stats()["fallbacks"] == 1
+    assert pc.stats()["stored"] == 0
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def test_the_deadline_is_the_timeout_or_what_the_prefill_would_take(cache):
+    pc = cache(timeout_s=2)
+    assert pc._deadline_s(1000) == 2
+    pc._ms_per_token = 5.0
+    assert pc._deadline_s(1000) == 5
+    assert cache(timeout_s=None)._deadline_s(1000) is None
+    assert cache(fallback=False)._deadline_s(1000) is None
+
+
+def raising(error):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+def test_refusals_of_a_drop_are_failures_like_others(cache, server, unused_port, monkeypatch, caplog):
+    monkeypatch.setattr(PionClient, "prefix_drop", raising(ServerError("read only", "MISCONF")))
+    pc = cache(port=server.port)
+    assert pc.drop("x") == 0
+    assert pc.stats()["fallbacks"] == 1
+    assert "read only" in caplog.text
+    with pytest.raises(ServerError, match="read only"):
+        cache(port=server.port, fallback=False).drop("x")
+
+
+def test_a_refused_user_is_an_error_in_a_fetch_as_well(cache, model, server, monkeypatch):
+    ids = random_tokens(40, seed=3010)
+    cache(port=server.port).get_or_prefill(ids)
+    monkeypatch.setattr(transfer, "fetch", raising(PermissionDeniedError("no", "NOPERM")))
+    with pytest.raises(PermissionDeniedError):
+        cache(port=server.port).get_or_prefill(ids)
+    monkeypatch.setattr(transfer, "fetch", raising(ServerError("no such prefix")))
+    pc = cache(port=server.port)
+    assert same_bits(pc.get_or_prefill(ids), prefill(model, token_ids(ids)))
+    assert pc.stats()["fallbacks"] == 0

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import mlx.core as mx
 import pytest
 import trio
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from pion.client import PionClient, Registered
 from pion.client.errors import PionClientError
-from pion_vllm_mlx import transfer
+from pion.config import Config
+from pion_vllm_mlx import release_at_thread_end, transfer
 from pion_vllm_mlx.prefill import prefill
-from pion_vllm_mlx.prefix_key import token_ids
-from pion_vllm_mlx.testing import make_tiny_model, random_tokens, same_bits
+from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, token_ids
+from pion_vllm_mlx.prompt_cache import LONGEST_WAIT_MS, TRIAL_TOKENS
+from pion_vllm_mlx.testing import greedy, make_tiny_model, random_tokens, same_bits
 
 
 class Cancelled(BaseException):
@@ -64,9 +71,30 @@ def test_a_cancelled_continuation_leaves_its_parent_alone(connect, model, step):
     pc = connect(model, prefill_step=16)
     with pytest.raises(Cancelled):
         pc.prepare_prompt(longer, progress=cancel_at(step))
+    child = longer[: (len(longer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS]
+    assert not pc.lookup(pc.namespace(child))
     assert same_bits(connect(model).get_or_prefill(base), cold(model, base))
     caches, rest = connect(model, prefill_step=16).prepare_prompt(longer)
-    assert caches[0].offset + len(rest) == len(longer)
+    assert child + rest == longer
+    plain = prefill(model, token_ids(base))
+    assert same_bits(caches, prefill(model, token_ids(child), plain, done=len(base), step=16))
+    assert greedy(model, caches, rest, 8) == greedy(model, make_prompt_cache(model), longer, 8)
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_cancelled_while_decoding_and_tried_again(connect, model, step):
+    """The caches of a generation that was cut off are thrown away; the stored prefix is what it was (fault class 4)."""
+    ids = random_tokens(70, seed=2120 + step)
+    expected = greedy(model, make_prompt_cache(model), ids, 12)
+    pc = connect(model)
+    caches, rest = pc.prepare_prompt(ids)
+    steps = generate_step(mx.array(rest), model, max_tokens=12, prompt_cache=caches)
+    begun = [int(token) for token, _ in itertools.islice(steps, step)]
+    steps.close()
+    assert begun == expected[:step]
+    again, rest = pc.prepare_prompt(ids)
+    assert same_bits(again, cold(model, ids[:64]))
+    assert greedy(model, again, rest, 12) == expected
 
 
 def test_a_cancelled_prefill_frees_the_name_for_those_who_wait(connect, model):
@@ -136,6 +164,39 @@ def test_the_estimate_comes_from_a_trial_before_the_first_prefill(connect, model
     assert pc._ms_per_token == pytest.approx(pc._estimate_ms(1))
 
 
+def test_the_estimate_is_of_forward_passes_of_many_tokens(connect, model):
+    pc = connect(model, prefill_step=64)
+    pc._ms_per_token = 7.0
+    pc.get_or_prefill(random_tokens(TRIAL_TOKENS - 1, seed=2410))
+    assert pc._ms_per_token == 7.0
+    pc.get_or_prefill(random_tokens(64, seed=2411), progress=lambda done, total: time.sleep(0.5))
+    assert pc.stats()["prefill_ms_total"] < 500 * 2
+    assert 0 < pc._ms_per_token < 500 * 2 / 64
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_wait_is_never_an_error(connect, model, client, monkeypatch, refused):
+    """However slow the model is here, the server is asked for a wait it takes; and if not, that's a no."""
+    ids = random_tokens(64, seed=2420 + refused)
+    pc = connect(model)
+    ns = pc.namespace(ids)
+    assert client.prefix_register_schema(ns, "fp32@32*2", "fp32@32*2", layers=2, tokens=64) is Registered.OK
+    asked = []
+    lookup = PionClient.prefix_lookup
+
+    def hurried(self, name, *, wait_ms=None, **options):
+        if wait_ms is not None:
+            asked.append(wait_ms)
+            wait_ms = -1 if refused else 1
+        return lookup(self, name, wait_ms=wait_ms, **options)
+
+    monkeypatch.setattr(PionClient, "prefix_lookup", hurried)
+    pc._ms_per_token = 1e9
+    assert same_bits(pc.get_or_prefill(ids), cold(model, ids))
+    assert asked == [LONGEST_WAIT_MS] == [Config().max_wait_ms]
+    assert pc.stats()["fallbacks"] == 0
+
+
 def test_twenty_cold_clients_prefill_once(connect, model):
     ids = random_tokens(256, seed=2500)
     clients = [connect(model, prefill_step=32) for _ in range(20)]
@@ -158,6 +219,7 @@ def test_twenty_cold_clients_prefill_once(connect, model):
 def test_one_instance_in_many_threads(connect, model):
     pc = connect(model)
     prompts = [random_tokens(60 + i, seed=2600 + i) for i in range(6)]
+    answers = [[] for _ in prompts]
 
     def work(i):
         caches, rest = pc.prepare_prompt(prompts[i % 6])
@@ -167,16 +229,25 @@ def test_one_instance_in_many_threads(connect, model):
         for i, total, caches in pool.map(work, range(36)):
             assert total == len(prompts[i])
             assert [cache.offset for cache in caches] == [len(prompts[i])] * 2
+            answers[i].append(greedy(model, caches, [5], 8))
+    for prompt, given in zip(prompts, answers, strict=True):
+        expected = greedy(model, cold(model, prompt), [5], 8)
+        assert given == [expected] * 6
     assert pc.stats()["fallbacks"] == 0
 
 
+def with_mlx(call):
+    release_at_thread_end()
+    return call()
+
+
 async def run_in_trio_thread(call):
-    return await trio.to_thread.run_sync(call)
+    return await trio.to_thread.run_sync(with_mlx, call)
 
 
 def in_plain_thread(call):
     results = []
-    thread = threading.Thread(target=lambda: results.append(call()))
+    thread = threading.Thread(target=lambda: results.append(with_mlx(call)))
     thread.start()
     thread.join()
     return results[0]
@@ -189,7 +260,7 @@ def test_arrays_made_in_one_thread_are_used_in_another(connect, writer, reader):
     run = {
         "plain": in_plain_thread,
         "trio": lambda call: trio.run(run_in_trio_thread, call),
-        "asyncio": lambda call: asyncio.run(asyncio.to_thread(call)),
+        "asyncio": lambda call: asyncio.run(asyncio.to_thread(with_mlx, call)),
     }
     model = in_plain_thread(make_tiny_model)
     ids = random_tokens(40, seed=2700 + len(writer) * 10 + len(reader))

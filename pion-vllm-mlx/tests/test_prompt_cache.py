@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion.client import PionClient
 from pion.client.errors import ServerError
-from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx import PionPromptCache, claims, transfer
 from pion_vllm_mlx.prefill import prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, token_ids
 from pion_vllm_mlx.testing import greedy, make_tiny_model, random_tokens, same_bits
@@ -193,6 +193,90 @@ def test_something_else_under_the_name_is_neither_used_nor_overwritten(connect, 
     assert first.stats()["hits"] == 1
 
 
+def test_the_warning_names_causes_and_remedies(connect, model, caplog):
+    connect(model).get_or_prefill(random_tokens(40, seed=822), namespace="warned")
+    connect(model).get_or_prefill(random_tokens(40, seed=823), namespace="warned")
+    for word in ("tokenizer", "adapter_path", "vquant", "media", "same arguments", "another name"):
+        assert word in caplog.text
+
+
+def replace_after_fetch(monkeypatch, replace):
+    """Another client acts between META and FETCH, once."""
+    fetch, todo = transfer.fetch, [replace]
+
+    def hooked(*args):
+        if todo:
+            todo.pop()()
+        return fetch(*args)
+
+    monkeypatch.setattr(transfer, "fetch", hooked)
+
+
+def test_a_name_that_is_replaced_while_it_is_fetched_is_not_used(connect, model, monkeypatch):
+    ids, others = random_tokens(40, seed=826), random_tokens(40, seed=827)
+    other = connect(model)
+    other.get_or_prefill(ids, namespace="replaced")
+
+    def replace():
+        other.drop("replaced")
+        other.get_or_prefill(others, namespace="replaced")
+
+    replace_after_fetch(monkeypatch, replace)
+    pc = connect(model)
+    assert same_bits(pc.get_or_prefill(ids, namespace="replaced"), cold(model, ids))
+    assert (pc.stats()["hits"], pc.stats()["tokens_restored"], pc.stats()["misses"]) == (0, 0, 1)
+    assert same_bits(connect(model).get_or_prefill(others, namespace="replaced"), cold(model, others))
+
+
+def test_a_matched_name_that_is_replaced_is_not_used_either(connect, model, monkeypatch):
+    ids, others = random_tokens(100, seed=828), random_tokens(100, seed=829)
+    other = connect(model)
+    other.get_or_prefill(ids, namespace="replaced match")
+
+    def replace():
+        other.drop("replaced match")
+        other.get_or_prefill(others, namespace="replaced match")
+
+    replace_after_fetch(monkeypatch, replace)
+    caches, rest = connect(model).prepare_prompt(ids)
+    assert rest == ids[96:]
+    assert same_bits(caches, cold(model, ids[:96]))
+
+
+def test_a_hit_under_a_name_of_ones_own_is_counted_once(connect, model, client):
+    ids = random_tokens(40, seed=8210)
+    connect(model).get_or_prefill(ids, namespace="counted")
+    client.stats_reset()
+    connect(model).get_or_prefill(ids, namespace="counted")
+    assert client.stats()["kvprefix_hits"] == 1
+    assert client.stats()["kvprefix_tokens_served"] == 40
+
+
+def test_what_continues_a_name_of_ones_own_is_stored_whole(connect, model, client):
+    """That name may stand for something else tomorrow."""
+    ids = random_tokens(96, seed=8211)
+    longer = ids + random_tokens(100, seed=8212)
+    pc = connect(model)
+    exact = pc.get_or_prefill(ids, namespace="a beginning")
+    caches = pc.get_or_prefill(longer)
+    assert pc.stats()["tokens_prefilled"] == len(longer)
+    assert [(s.offset, s.tokens) for s in client.prefix_chain(pc.namespace(longer))] == [(0, 196)]
+    assert pc.drop("a beginning") == 1
+    assert same_bits(connect(model).get_or_prefill(longer), caches)
+    assert mx.array_equal(caches[0].keys[..., :96, :], exact[0].keys[..., :96, :])
+
+
+def test_other_media_are_another_prefix(connect, model):
+    ids = random_tokens(40, seed=8213)
+    pc = connect(model)
+    names = [pc.namespace(ids, media=media) for media in ((), [b"a"], [b"b"], [b"a", b"b"])]
+    assert len(set(names)) == 4
+    pc.get_or_prefill(ids, media=[b"a"])
+    assert [pc.lookup(name) for name in names] == [False, True, False, False]
+    assert pc.prepare_prompt(ids, media=[b"b"])[1] == ids
+    assert pc.prepare_prompt(ids, media=[b"a"])[1] == ids[32:]
+
+
 def test_the_beginning_of_what_is_under_the_name_is_used(connect, model):
     ids = random_tokens(40, seed=825)
     whole = connect(model).get_or_prefill(ids, namespace="longer than asked")
@@ -265,9 +349,48 @@ def test_boundary_protection(connect, client):
         assert mx.array_equal(b.keys[..., :48, :], a.keys[..., :48, :].astype(mx.float16).astype(mx.float32))
 
 
-def test_an_unknown_format_is_the_servers_error(connect, model):
-    with pytest.raises(ServerError, match="fp17"):
-        connect(model, vquant="fp17").get_or_prefill(random_tokens(5, seed=940))
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_format_that_cannot_work_is_refused_at_once(connect, model, fallback):
+    with pytest.raises(ValueError, match="unknown format 'fp17'"):
+        connect(model, vquant="fp17", fallback=fallback)
+    narrow = make_tiny_model(hidden_size=48, num_attention_heads=4, num_key_value_heads=2)  # rows of 24
+    with pytest.raises(ValueError, match="divisible by 32"):
+        connect(narrow, vquant="mlx4g32", fallback=fallback)
+
+
+@pytest.mark.parametrize("first", [mx.float16, mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("second", [mx.bfloat16, mx.float16])
+def test_a_model_whose_type_changes_stores_its_own_bits(connect, first, second):
+    """fp16 and bf16 have the same size, so a mix-up would go unnoticed."""
+    model = make_tiny_model(dtype=first)
+    pc = connect(model)
+    model.set_dtype(second)
+    ids = random_tokens(40, seed=950)
+    stored = pc.get_or_prefill(ids)
+    assert str(stored[0].keys.dtype) == str(second)
+    reader = connect(model)
+    assert same_bits(reader.get_or_prefill(ids), stored)
+    assert same_bits(pc.get_or_prefill(ids), stored)
+    pc.drop(pc.namespace(ids))
+
+
+def test_caches_of_another_shape_than_announced_are_not_sent(connect, client):
+    model = make_tiny_model(dtype=mx.float16)
+    pc = connect(model)
+    context = pc._context()
+    ids = token_ids(random_tokens(40, seed=960))
+    model.set_dtype(mx.bfloat16)
+    with pytest.raises(transfer.ChangedModelError, match="bf16"):
+        transfer.store(client, "not registered", context, cold(model, ids), 0)
+
+    def progress(done, total):
+        if done == 0:
+            model.set_dtype(mx.float16)
+
+    with pytest.raises(transfer.ChangedModelError):
+        pc.get_or_prefill(ids, progress=progress)
+    model.set_dtype(mx.bfloat16)
+    assert not pc.lookup(pc.namespace(ids))
 
 
 # Aliasing: fault class 11
@@ -323,6 +446,33 @@ def test_a_label_for_people(connect, model, client):
     pc = connect(model, tokenizer=Words())
     pc.get_or_prefill(ids)
     assert f'"w{ids[0]} w{ids[1]}'.encode() in client.prefix_meta(pc.namespace(ids))
+
+
+@pytest.mark.parametrize("decode", [lambda ids: 1 / 0, lambda ids: "\ud83d"])
+def test_a_tokenizer_that_cannot_decode_costs_nothing_but_the_label(connect, model, decode):
+    tokenizer = type("Odd", (), {"get_vocab": lambda self: {"a": 2}, "decode": lambda self, ids: decode(ids)})()
+    ids = random_tokens(30, seed=1111)
+    pc = connect(model, tokenizer=tokenizer)
+    pc.get_or_prefill(ids)
+    assert pc.stats()["stored"] == 1
+    assert same_bits(connect(model, tokenizer=tokenizer).get_or_prefill(ids), cold(model, ids))
+    pc.drop(pc.namespace(ids))
+
+
+def test_a_parent_that_went_away_is_no_error(connect, model, monkeypatch):
+    base = random_tokens(96, seed=1130)
+    longer = base + random_tokens(80, seed=1131)
+    writer, pc = connect(model), connect(model)
+    writer.get_or_prefill(base)
+    register = claims.register
+
+    def late(client, plan, **options):
+        writer.drop(writer.namespace(base))
+        return register(client, plan, **options)
+
+    monkeypatch.setattr(claims, "register", late)
+    assert pc.get_or_prefill(longer)[0].offset == len(longer)
+    assert (pc.stats()["partial_hits"], pc.stats()["not_stored"], pc.stats()["fallbacks"]) == (1, 1, 0)
 
 
 def test_dropping_what_others_continue_needs_cascade(connect, model):

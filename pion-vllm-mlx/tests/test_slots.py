@@ -103,7 +103,9 @@ def test_rows_are_copies(heads, tokens, dtype):
     # Set, so that there is no room beyond the tokens: one token of several heads lies in order as well.
     cache.state = *(awkward_values(dtype, (1, heads, tokens, 16)) for _ in range(2)), tokens
     mx.eval(cache.keys, cache.values)
-    kept = [bytes(memoryview(mx.contiguous(array[0].transpose(1, 0, 2))).cast("B")) for array in (cache.keys, cache.values)]
+    kept = [
+        bytes(memoryview(mx.contiguous(array[0].transpose(1, 0, 2))).cast("B")) for array in (cache.keys, cache.values)
+    ]
     rows = codec(cache).rows(cache, 0, tokens)
     for array in (cache.keys, cache.values):
         bits = mx.uint32 if dtype == mx.float32 else mx.uint16
