@@ -111,6 +111,9 @@ def _convert(source: Path, folder: Path, tell: Progress) -> None:
     device.prepare()
     import mlx.core as mx
 
+    from pion_vllm_mlx.threads import release_at_thread_end
+
+    release_at_thread_end()
     tell(f"reading {source.name} ({source.stat().st_size / 1e6:.0f} MB)")
     tensors, fields = mx.load(str(source), return_metadata=True)
     tell("widening the weights to float32")

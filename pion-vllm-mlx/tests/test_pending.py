@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from pion.client import PionClient, Registered
 from pion.client.errors import PionClientError
 from pion.config import Config
-from pion_vllm_mlx import release_at_thread_end, transfer
+from pion_vllm_mlx import prompt_cache, release_at_thread_end, transfer
 from pion_vllm_mlx.prefill import prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, token_ids
 from pion_vllm_mlx.prompt_cache import LONGEST_WAIT_MS, TRIAL_TOKENS
@@ -164,14 +164,31 @@ def test_the_estimate_comes_from_a_trial_before_the_first_prefill(connect, model
     assert pc._ms_per_token == pytest.approx(pc._estimate_ms(1))
 
 
-def test_the_estimate_is_of_forward_passes_of_many_tokens(connect, model):
-    pc = connect(model, prefill_step=64)
+def test_the_estimate_is_of_forward_passes_of_many_tokens(connect, model, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(prompt_cache, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    pc = connect(model, prefill_step=16)
     pc._ms_per_token = 7.0
     pc.get_or_prefill(random_tokens(TRIAL_TOKENS - 1, seed=2410))
     assert pc._ms_per_token == 7.0
-    pc.get_or_prefill(random_tokens(64, seed=2411), progress=lambda done, total: time.sleep(0.5))
-    assert pc.stats()["prefill_ms_total"] < 500 * 2
-    assert 0 < pc._ms_per_token < 500 * 2 / 64
+
+    def forward(*args, **options):
+        now[0] += 0.25
+        return model(*args, **options)
+
+    def progress(done, total):
+        now[0] += 10.0
+
+    monkeypatch.setattr(pc, "_model", forward)
+    monkeypatch.setattr(prompt_cache, "prefill", with_caches_of(model))
+    pc.get_or_prefill(random_tokens(64, seed=2411), progress=progress)
+    assert pc.stats()["prefill_ms_total"] == pytest.approx(1000)
+    assert pc._ms_per_token == pytest.approx(1000 / 64)
+
+
+def with_caches_of(model):
+    """`prefill` for a model that is only a function."""
+    return lambda forward, ids, caches, **options: prefill(forward, ids, caches or make_prompt_cache(model), **options)
 
 
 @pytest.mark.parametrize("refused", [True, False])

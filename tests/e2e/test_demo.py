@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from rich.console import Console
 
 from pion_vllm_mlx.demo import __main__ as demo
 from pion_vllm_mlx.demo import conversation, worker
@@ -33,8 +34,50 @@ def test_answers_that_differ_are_a_failure(monkeypatch, capfd):
                 "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
 
     monkeypatch.setattr(demo, "run", run)
-    assert demo.main(["--model", "any"]) == demo.EXIT_DISAGREE
-    assert "NO" in capfd.readouterr().out
+    assert demo.main(["--model", "any"]) == demo.EXIT_DISAGREE == 1
+    shown = capfd.readouterr()
+    assert "NO" in shown.out
+    assert "FAILED: the tokens of A cold, B warm, C part shared differ" in shown.err
+
+
+def test_one_answer_that_differs_is_enough(monkeypatch, capfd):
+    def run(bars, title, job):
+        return {"tokens": [1, 3 if title.startswith("C") else 2], "splits": [1], "ttft_s": 1.0, "text": "",
+                "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
+
+    monkeypatch.setattr(demo, "run", run)
+    assert demo.main(["--model", "any"]) == 1
+    assert "FAILED: the tokens of C part shared differ" in capfd.readouterr().err
+
+
+@pytest.fixture
+def worker_that(tmp_path, monkeypatch):
+    """Puts a program in the place of the demo's worker process and runs it as the demo does."""
+
+    def use(program):
+        (tmp_path / "odd_worker.py").write_text(program)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(demo, "WORKER", "odd_worker")
+        with demo._bars(Console()) as bars:
+            return demo.run(bars, "A cold", {"question": "x" * 200_000})
+
+    return use
+
+
+def test_a_worker_that_writes_much_and_reads_late_is_no_deadlock(worker_that):
+    result = worker_that(
+        "import json, sys\n"
+        "sys.stderr.write('a warning\\n' * 50_000)\n"
+        "print('a library greets')\nprint('[1]')\nprint('{\"event\": \"other\"}')\n"
+        "job = json.load(sys.stdin)\n"
+        "print(json.dumps({'event': 'result', 'ttft_s': 1.0, 'length': len(job['question'])}))\n"
+    )
+    assert result["length"] == 200_000
+
+
+def test_a_worker_that_fails_is_quoted(worker_that):
+    with pytest.raises(demo.WorkerError, match="A cold: ValueError: no such model"):
+        worker_that("import sys\nsys.stderr.write('x\\n' * 50_000)\nraise ValueError('no such model')\n")
 
 
 def test_a_model_that_cannot_be_loaded_is_said_so(tmp_path, capfd):

@@ -6,8 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,6 +22,9 @@ from pion_vllm_mlx.demo_model import DemoModelError, ensure_demo_model
 
 EXIT_DISAGREE: Final = 1
 EXIT_MISSING: Final = 2
+
+WORKER: Final = "pion_vllm_mlx.demo.worker"
+EVENTS: Final = ("progress", "state", "result")
 
 SHOW_SECONDS_FROM_S: Final = 10.0
 
@@ -40,7 +44,7 @@ class WorkerError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if every answer agreed with a run without Pion."""
+    """Run the demo; 0 if every answer agreed with a run without Pion, else EXIT_DISAGREE or EXIT_MISSING."""
     options = parse(arguments)
     console = Console()
     console.print(f"BLAS: {device.prepare().detail}")
@@ -55,8 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[red]{error}[/red]" if console.is_terminal else str(error), markup=console.is_terminal)
         return EXIT_MISSING
     show(console, runs, receipt, options.new_tokens)
-    if not all(run["agrees"] for run in runs.values() if "agrees" in run):
-        console.print("The answers differ from those without Pion: this is a fault, please report it.")
+    wrong = [title for title, run in runs.items() if not run.get("agrees", True)]
+    if wrong:
+        sys.stderr.write(
+            f"FAILED: the tokens of {', '.join(wrong)} differ from those without Pion. This is a fault: please report "
+            "it, with the table above.\n"
+        )
         return EXIT_DISAGREE
     return 0
 
@@ -106,18 +114,19 @@ def run_all(console: Console, model: str, port: int, options: argparse.Namespace
 def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run one process to its end, with a bar that follows it. Raises WorkerError."""
     bar = bars.add_task(title, total=None, state="starting")
-    command = [sys.executable, "-m", "pion_vllm_mlx.demo.worker"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None  # noqa: S101  opened with PIPE
-        assert process.stdout is not None  # noqa: S101
-        assert process.stderr is not None  # noqa: S101
-        process.stdin.write(json.dumps(job))
-        process.stdin.close()
+    command = [sys.executable, "-m", WORKER]
+    # Not pipes for what nobody reads meanwhile: a full one would stop the process.
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(command, stdin=_filled(given, job), stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        assert process.stdout is not None  # noqa: S101  opened with PIPE
         result: dict[str, Any] | None = None
         for line in process.stdout:
-            event = json.loads(line)
+            event = _event(line)
+            if event is None:
+                continue
             kind = event.pop("event")
             if kind == "progress":
                 bars.update(bar, completed=event["done"], total=event["total"], state="prefill")
@@ -125,13 +134,31 @@ def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
                 bars.update(bar, state=event["text"])
             else:
                 result = event
-        errors = process.stderr.read()
+        process.wait()
+        said.seek(0)
+        errors = said.read()
     if result is None:
         last = errors.strip().splitlines()[-1:] or ["it ended without a word"]
         msg = f"{title}: {last[0]}"
         raise WorkerError(msg)
     bars.update(bar, completed=1, total=1, state=f"first token after {result['ttft_s']:.3f} s")
     return result
+
+
+def _filled(file: IO[str], job: dict[str, Any]) -> IO[str]:
+    json.dump(job, file)
+    file.flush()
+    file.seek(0)
+    return file
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """What the process tells us; None for a line that some library printed."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and event.get("event") in EVENTS else None
 
 
 def _bars(console: Console) -> Progress:
