@@ -159,6 +159,7 @@ def _fill(report: Report, stack: ExitStack, count: int) -> Level:
     arm = f"{count:,} namespaces"
     report.figure("registered", arm, "namespaces/s", count / took)
     report.samples("PING while registering", arm, "ms", [each / 1000 for each in pauses])
+    report.figure("the prober's priority was raised", arm, "1 yes, 0 no", float(pauses.raised))
     report.figure("resident memory", arm, "bytes a namespace", (anonymous_bytes(peer.pid) - empty) / count)
     target = at_most(250.0) if count == LEVELS[-1] else None
     report.find(f"longest pause while {count:,} register", max(pauses) / 1000, unit="ms", target=target)

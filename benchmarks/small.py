@@ -203,6 +203,7 @@ def _under_load(report: Report, pion: peers.Peer, redis: peers.Peer | None, seco
         summary = report.samples(
             "PING while 32 MiB values are stored and fetched", label, "ms", [each / 1000 for each in latencies]
         )
+        report.figure("the prober's priority was raised", label, "1 yes, 0 no", float(latencies.raised))
         report.figure("transfers meanwhile", label, "32 MiB transfers", transfers[0])
         target = at_most(3.0) if label == "Pion" else None
         report.find(f"PING p99 under transfers: {label}", summary.p99, unit="ms", target=target)

@@ -129,9 +129,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
+    def prompt(self) -> None:
+        """Wait until a line can be typed: what is typed before it is thrown away when the editor starts."""
+        self.wait(r"127\.0\.0\.1:\d+> ")
+
     def wait(self, pattern: str) -> None:
         """Read until the pattern is shown; the next call looks behind it."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (found := re.search(pattern, self.shown)) is None:
             ready = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))[0]
             assert ready, f"{pattern!r} was not shown:\n{self.shown}"
@@ -142,19 +146,23 @@ class Terminal:
 def test_hints_at_a_terminal(pion):
     """redis-cli shows the arguments still to come in grey, from COMMAND DOCS."""
     with Terminal(pion) as terminal:
-        terminal.wait(r"127\.0\.0\.1:\d+> ")
+        terminal.prompt()
         terminal.type("kv.prefix.lookup ")
         terminal.wait(re.escape("ns [TOKENS tokens] [PREFILL_MS prefill-ms] [WAIT wait-ms]"))
         terminal.type("x\r")
         terminal.wait("MISS")
+        terminal.prompt()
         terminal.type("client kill ")
         terminal.wait(re.escape("[ID client-id]"))
         terminal.type("\x15help ping\r")
         terminal.wait("Answers, to show that the connection and the server are alive.")
+        terminal.prompt()
         terminal.type("help @connection\r")
         terminal.wait("CLIENT SETNAME.*connection-name")
+        terminal.prompt()
         terminal.type("help @kvprefix\r")
         terminal.wait("KV.PREFIX.MATCH.*count hashes")
+        terminal.prompt()
         terminal.type("pion.s\t")
         terminal.wait("(?i)> pion.stats")
         terminal.type("\x15quit\r")

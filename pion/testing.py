@@ -6,7 +6,6 @@ starts a real `pion-server` process.
 
 from __future__ import annotations
 
-import queue
 import re
 import signal
 import subprocess
@@ -148,7 +147,7 @@ class ServerProcess:
     def __init__(self, *args: str, start_timeout_s: float = 30.0) -> None:
         self._args = args
         self._start_timeout_s = start_timeout_s
-        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._settled = threading.Event()
         self.log: list[str] = []
         self.port = 0
         self.process: subprocess.Popen[str]
@@ -163,27 +162,21 @@ class ServerProcess:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        while not self.port:
-            try:
-                line = self._lines.get(timeout=self._start_timeout_s)
-            except queue.Empty:
-                self.kill()
-                raise RuntimeError("pion-server did not start in time:\n" + "".join(self.log)) from None
-            if line is None:
-                self.kill()
-                raise RuntimeError("pion-server ended:\n" + "".join(self.log))
-            found = re.search(r"^  listening  tcp://[^,\s]*:(\d+)", line)
-            if found:
-                self.port = int(found[1])
+        in_time = self._settled.wait(self._start_timeout_s)
+        if not self.port:
+            self.kill()
+            what = "ended" if in_time else "did not start in time"
+            raise RuntimeError(f"pion-server {what}:\n" + "".join(self.log))
         return self
 
     def _read(self) -> None:
         assert self.process.stdout is not None  # noqa: S101  opened with PIPE
         for line in self.process.stdout:
             self.log.append(line)
-            if not self.port:  # nobody reads them later
-                self._lines.put(line)
-        self._lines.put(None)
+            if not self.port and (found := re.search(r"^  listening  tcp://[^,\s]*:(\d+)", line)):
+                self.port = int(found[1])
+                self._settled.set()
+        self._settled.set()
 
     @property
     def pid(self) -> int:

@@ -8,13 +8,18 @@ import logging
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
+import trio
+import trio.testing
 
 from pion import logs, process
+from pion.config import CONVERSION_THREADS
 from pion.monitor import Monitor
 from pion.receipt import Receipt
-from pion.replies import Simple
+from pion.replies import ITEM_BYTES, NO_REPLY, Blob, Map, Simple, Static, held_bytes
+from pion.testing import make_harness
 
 
 def test_receipt_keeps_measured_and_estimated_apart() -> None:
@@ -80,6 +85,48 @@ def test_descriptor_limit_says_how_many_clients_fit() -> None:
         assert process.raise_descriptor_limit(10**9) <= 10**9
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_descriptor_limit_falls_back_to_what_macos_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    limit = [256]
+
+    def set_limit(which: int, limits: tuple[int, int]) -> None:
+        asked.append(limits[0])
+        if limits[0] > process.OPEN_MAX:
+            raise ValueError("current limit exceeds maximum limit")
+        limit[0] = limits[0]
+
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit[0], resource.RLIM_INFINITY))
+    assert process.raise_descriptor_limit(50_000) == process.OPEN_MAX - process.SPARE_DESCRIPTORS
+    assert asked == [50_000 + process.SPARE_DESCRIPTORS, process.OPEN_MAX]
+
+
+def test_what_a_reply_holds_itself() -> None:
+    assert held_bytes(b"x" * 1000) == 1000 + ITEM_BYTES
+    assert held_bytes(["x" * 10, [1, None]]) == 10 + 5 * ITEM_BYTES
+    assert held_bytes(Map([("a", 2.5)])) == 1 + 3 * ITEM_BYTES
+    for shared in (memoryview(bytes(10**6)), Blob([bytes(10**6)], 10**6), Static("x" * 10**6), NO_REPLY):
+        assert held_bytes(shared) == ITEM_BYTES
+    with pytest.raises(TypeError, match="dict is not a reply"):
+        held_bytes([1, {}])
+
+
+async def test_conversions_share_a_few_threads() -> None:
+    harness = make_harness()
+    go_on = threading.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3 * CONVERSION_THREADS):
+                nursery.start_soon(harness.context.in_thread, go_on.wait)
+            await trio.testing.wait_all_tasks_blocked()
+            statistics = harness.services.threads.statistics()
+            go_on.set()
+    finally:
+        go_on.set()
+    assert statistics.borrowed_tokens == CONVERSION_THREADS
+    assert statistics.tasks_waiting == 2 * CONVERSION_THREADS
 
 
 def test_json_logs_are_one_object_a_line() -> None:

@@ -94,6 +94,23 @@ def test_bad_files(tmp_path: Path) -> None:
     file.write_text("port = = 1\n")
     with pytest.raises(StartupError, match="not TOML"):
         build_config({}, str(file), {})
+    file.write_bytes(b"unix = '\xff'\n")
+    with pytest.raises(StartupError, match=r"pion\.toml: not UTF-8"):
+        build_config({}, str(file), {})
     file.write_text("port = true\n")
     with pytest.raises(StartupError, match="expected an integer"):
         build_config({}, str(file), {})
+
+
+def test_text_is_taken_as_it_is() -> None:
+    assert build_config(parse("--requirepass", " s e "), None, {}).requirepass == " s e "
+    assert build_config({}, None, {"PION_REQUIREPASS": "\ttab"}).requirepass == "\ttab"
+
+
+def test_a_configuration_that_is_printed_hides_the_password() -> None:
+    assert "s3cret" not in repr(build_config(parse("--requirepass", "s3cret"), None, {}))
+
+
+def test_a_row_has_a_highest_width() -> None:
+    with pytest.raises(StartupError, match="--max-dim: expected an integer of values from 1 to"):
+        build_config(parse("--max-dim", "99999999999999"), None, {})

@@ -378,3 +378,24 @@ async def test_hook_shutdown_is_not_called_after_a_failed_startup(folder: Folder
     config = folder.config("life")
     with pytest.raises(PluginError, match="plugin life: startup failed"):
         await serve(config)
+
+
+def test_a_row_that_replaces_nothing_refuses_the_start(folder: Folder) -> None:
+    folder.add_command("alpha", "ALPHA", replaces="server")
+    config = folder.config("alpha")
+    with pytest.raises(PluginError, match="plugin alpha: ALPHA says replaces='server', but no plugin before it has"):
+        make_registry(make_plugin_manager(config), config)
+
+
+def test_a_finished_command_table_takes_no_more_rows(folder: Folder) -> None:
+    folder.add_command("alpha", "ALPHA")
+    config = folder.config("alpha")
+    registry = make_registry(make_plugin_manager(config), config)
+    with pytest.raises(PluginError, match="plugin late: the command table is complete"):
+        registry.add("late", [])
+
+
+async def test_a_plugin_author_sees_that_a_value_is_no_reply(folder: Folder) -> None:
+    folder.add_command("odd", "ODD", {"a": 1})
+    with pytest.raises(TypeError, match="dict is not a reply"):
+        await make_harness(folder.config("odd")).call("ODD")

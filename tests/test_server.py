@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from pion import process
 from pion.config import Config
 from pion.errors import PluginError, StartupError
+from pion.replies import ErrorReply
+from pion.server import Started, resolve, serve
 from pion.testing import ServerProcess, make_harness, running_server
 
 STUCK_PLUGIN = """
@@ -241,3 +245,129 @@ async def test_harness_runs_commands_without_sockets() -> None:
     assert repr(await harness.call("PING")) == "Simple('PONG')"
     other.disconnect()
     assert len(harness.services.clients) == 1
+
+
+def test_a_password_file_that_is_not_text_refuses_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(StartupError, match="password: not UTF-8"):
+        resolve(Config(requirepass_file=str(file)))
+
+
+FAILING_SERVICE = """
+import trio
+from pion import hookimpl, Command, OK
+
+failing = trio.Event()
+
+async def service(*, task_status):
+    task_status.started()
+    await failing.wait()
+    raise LookupError("lost it")
+
+async def fail(context, argv):
+    failing.set()
+    await context.services.draining.wait()
+    return OK
+
+@hookimpl
+def register_services(services):
+    return [service]
+
+@hookimpl
+def register_commands(config):
+    return [Command(name="FAIL", arity=1, handler=fail, summary="fails", since="1")]
+
+@hookimpl
+def shutdown(services):
+    raise ZeroDivisionError
+"""
+
+
+async def test_a_failing_service_stops_the_server_in_order_and_names_the_plugin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client whose request was under way gets its answer; the shutdown hook's own error is only logged."""
+    (tmp_path / "feeble.py").write_text(FAILING_SERVICE)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(PluginError, match=r"plugin feeble: service failed: LookupError\('lost it'\)"),
+        flatten_subgroups=True,
+        allow_unwrapped=True,
+    ):
+        async with running_server(Config(plugins_dir=str(tmp_path))) as started:
+            stream = await trio.open_tcp_stream("127.0.0.1", started.port)
+            async with stream:
+                with trio.fail_after(30):
+                    assert await ask(stream, b"FAIL\r\n") == b"+OK\r\n"
+                    assert await stream.receive_some(10) == b""
+            with trio.fail_after(30):
+                await trio.sleep_forever()  # the error under way ends the block
+    assert "plugin feeble: service failed" in caplog.text
+    assert "plugin feeble: shutdown failed" in caplog.text
+
+
+async def test_a_service_that_fails_at_its_start_names_the_plugin(tmp_path: Path) -> None:
+    (tmp_path / "feeble.py").write_text(FAILING_SERVICE.replace("task_status.started()", "failing.set()"))
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(PluginError, match="plugin feeble: service failed"),
+        flatten_subgroups=True,
+        allow_unwrapped=True,
+    ):
+        async with running_server(Config(plugins_dir=str(tmp_path))):
+            pytest.fail("started")
+
+
+async def test_shutdown_goes_backwards_and_past_a_failing_plugin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = "from pion import hookimpl\n@hookimpl\ndef shutdown(services):\n    "
+    for name in ("alpha", "gamma"):
+        (tmp_path / f"{name}.py").write_text(source + f"services.state.setdefault('order', []).append({name!r})\n")
+    (tmp_path / "beta.py").write_text(source + "1 / 0\n")
+    async with running_server(Config(plugins_dir=str(tmp_path))) as started:
+        state = started.services.state
+    assert state["order"] == ["gamma", "alpha"]
+    assert "plugin beta: shutdown failed" in caplog.text
+
+
+async def test_hooks_go_through_pluggy(tmp_path: Path) -> None:
+    """An implementation may leave arguments out and may have another name."""
+    (tmp_path / "loose.py").write_text(
+        "from pion import InfoSection, hookimpl\n"
+        "seen = []\n"
+        "@hookimpl(specname='startup')\ndef begin():\n    seen.append('startup')\n"
+        "@hookimpl\ndef register_info():\n    return [InfoSection('Loose', lambda: [('seen', seen[0])])]\n"
+    )
+    services = make_harness(Config(plugins_dir=str(tmp_path))).services
+    (section,) = [section for section in services.info_sections if section.title == "Loose"]
+    assert section.rows() == [("seen", "startup")]
+
+
+async def test_only_a_server_process_raises_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = min(200, soft)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        reply = await make_harness().call("CONFIG", "SET", "maxclients", 1000)
+        assert isinstance(reply, ErrorReply)
+        assert f"try with {low - process.SPARE_DESCRIPTORS}" in reply.text
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == low
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with trio.open_nursery() as nursery:
+
+        async def run(*, task_status: trio.TaskStatus[Started]) -> None:
+            await serve(Config(port=0), owns_process=True, task_status=task_status)
+
+        started = await nursery.start(run)
+        assert started.services.fit_clients is process.raise_descriptor_limit
+        started.services.request_shutdown(True)
+
+
+def test_a_process_keeps_its_whole_log_and_one_that_does_not_start_shows_it() -> None:
+    with ServerProcess() as server:
+        pass
+    assert "ready in" in server.log[0]
+    assert "stopped" in server.log[-1]
+    with pytest.raises(RuntimeError, match=r"(?s)pion-server ended:.*--workers 2: this version runs one worker"):
+        ServerProcess("--workers", "2").__enter__()

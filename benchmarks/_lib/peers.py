@@ -64,7 +64,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def pion(*args: str, unix: bool = True) -> Iterator[Peer]:
-    """A store-only `pion-server` on its own data directory."""
+    """A `pion-server` with the KV-cache families only; its folder holds the Unix socket, Pion writes no files."""
     with folder() as path, ExitStack() as stack:
         sock = str(path / "pion.sock") if unix else ""
         flags = ("--unix", sock) if unix else ()

@@ -1,7 +1,7 @@
 """A client that sends PING on a schedule and reports every latency: what another client feels under a load.
 
-Runs in a process of its own: `python -m benchmarks._lib.prober PORT INTERVAL_US`. It prints `ready`, probes until its
-standard input is closed, then prints the latencies in microseconds as JSON.
+Runs in a process of its own: `python -m benchmarks._lib.prober PORT INTERVAL_US`. It prints `ready` and whether it could
+raise its priority, probes until its standard input is closed, then prints the latencies in microseconds as JSON.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main() -> None:
     latencies: list[float] = []
     answer = memoryview(bytearray(7))
     gc.disable()
-    raise_priority()
+    raised = raise_priority()
     with RawClient(port) as client:
-        print("ready", flush=True)
+        print(f"ready {raised:d}", flush=True)
         while not ended.is_set():
             time.sleep(interval_s)
             start = perf_counter()
@@ -59,16 +59,24 @@ def raise_priority() -> bool:
     return True
 
 
+class Latencies(list[float]):
+    """Microseconds. `raised`: the prober could raise its priority; without, its own waits for a core count, too."""
+
+    raised = False
+
+
 @contextmanager
-def probing(port: int, where: set[int], interval_us: int = 1000) -> Iterator[list[float]]:
+def probing(port: int, where: set[int], interval_us: int = 1000) -> Iterator[Latencies]:
     """Probe a server during the block; afterwards the yielded list holds the latencies in microseconds."""
-    latencies: list[float] = []
+    latencies = Latencies()
     command = [sys.executable, "-m", "benchmarks._lib.prober", str(port), str(interval_us)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         pin.pin(process.pid, where)
-        if process.stdout is None or process.stdout.readline() != "ready\n":
+        greeting = process.stdout.readline() if process.stdout is not None else ""
+        if greeting not in ("ready 0\n", "ready 1\n"):
             raise RuntimeError("the prober did not start")
+        latencies.raised = greeting == "ready 1\n"
         yield latencies
         output, _ = process.communicate(timeout=120)
         latencies.extend(json.loads(output))

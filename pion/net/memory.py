@@ -6,6 +6,7 @@ kernel's send buffer, and the sizes a test writes are the sizes that the other s
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -125,9 +126,10 @@ class MemoryTransport:
 
     async def peer_left(self) -> None:
         """See `Transport`."""
-        await self.wait_readable()
-        if self._incoming.size:
-            await trio.sleep_forever()
+        with contextlib.suppress(ConnectionLostError):
+            await self.wait_readable()
+            if self._incoming.size:
+                await trio.sleep_forever()
 
     def receiving_bulk(self, nbytes: int) -> None:
         """See `Transport`. As with a socket, lowering it wakes who can go on."""

@@ -54,7 +54,10 @@ class Transport(Protocol):
         """Until a send may succeed. Cancellation: no effect. Raises `ConnectionLostError` after `close`."""
 
     async def peer_left(self) -> None:
-        """Until the peer has stopped sending, or for ever if it has sent more first. Cancellation: no effect."""
+        """Until the peer has stopped sending or the connection is closed; for ever if more has come first.
+
+        Cancellation: no effect.
+        """
 
     def receiving_bulk(self, nbytes: int) -> None:
         """Hint: `nbytes` are expected (0: unknown), so waking up for fewer is not worth it."""
@@ -150,9 +153,15 @@ class SocketTransport:
 
     async def peer_left(self) -> None:
         """See `Transport`."""
-        await self.wait_readable()
-        with contextlib.suppress(OSError):  # a broken connection is one that the peer has left
-            if self._socket.recv(1, socket.MSG_PEEK):
+        with contextlib.suppress(ConnectionLostError, OSError):  # a broken connection is one that the peer has left
+            while True:
+                await self.wait_readable()
+                try:
+                    arrived = self._socket.recv(1, socket.MSG_PEEK)
+                except BlockingIOError:
+                    continue
+                if not arrived:
+                    return
                 await trio.sleep_forever()
 
     def receiving_bulk(self, nbytes: int) -> None:

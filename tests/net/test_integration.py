@@ -105,3 +105,18 @@ async def test_slow_readers_of_dropped_rows_are_cut_when_they_hold_too_much():
         with trio.fail_after(10):
             while ledger.sending_bytes:
                 await wait_all_tasks_blocked(0.005)
+
+
+async def test_a_client_that_leaves_while_it_waits_is_noticed():
+    async with running_server(Config()) as server:
+        owner = await trio.open_tcp_stream("127.0.0.1", server.port)
+        await owner.send_all(b"KV.PREFIX.REGISTER a 1 fp32 LAYERS 1 TOKENS 2\r\n")
+        assert await owner.receive_some(100) == b"+OK\r\n"
+        waiter = await trio.open_tcp_stream("127.0.0.1", server.port)
+        await waiter.send_all(b"KV.PREFIX.LOOKUP a WAIT 600000\r\n")
+        await waiter.send_eof()
+        with trio.fail_after(30):
+            assert await waiter.receive_some(100) == b"+MISS\r\n"
+            assert await waiter.receive_some(100) == b""
+        await owner.aclose()
+        await waiter.aclose()

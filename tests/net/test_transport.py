@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import trio
+import trio.testing
 
 from pion.errors import ConnectionLostError
 from pion.net import transport as module
@@ -165,3 +166,80 @@ async def test_a_client_that_left_before_it_was_looked_at():
     with pytest.raises(ConnectionLostError):
         SocketTransport(accepted)
     accepted.close()
+
+
+async def test_the_peer_has_left_when_it_stops_sending_or_the_connection_closes():
+    for leave in ("shutdown", "reset", "close"):
+        here, there = await tcp_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(here.peer_left)
+            await trio.testing.wait_all_tasks_blocked()
+            if leave == "shutdown":
+                there.shutdown(socket.SHUT_WR)
+            elif leave == "reset":
+                there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                there.close()
+            else:
+                here.close()
+        here.close()
+        there.close()
+
+
+async def test_a_peer_that_sends_more_has_not_left_and_loses_nothing():
+    here, there = await tcp_pair()
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await here.peer_left()
+        left = True
+
+    await there.send(b"more")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        await trio.testing.wait_all_tasks_blocked()
+        there.shutdown(socket.SHUT_WR)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not left
+        nursery.cancel_scope.cancel()
+    assert here.recv_nowait(10) == b"more"
+    here.close()
+    there.close()
+
+
+async def test_the_socket_is_taken_over_from_trio():
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        stream = await trio.open_tcp_stream(*listener.socket.getsockname())
+        accepted, _ = await listener.socket.accept()
+    here = SocketTransport(accepted)
+    assert accepted.fileno() == -1
+    assert not here._socket.getblocking()
+    assert here.recv_nowait(10) is None
+    async with trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            with pytest.raises(ConnectionLostError):
+                await here.wait_readable()
+
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        here.close()
+    here.close()
+    await stream.aclose()
+
+
+async def test_keepalive_has_another_name_on_macos(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(SocketTransport, "_option", lambda self, level, name, value: asked.append(name))
+    here, there = await tcp_pair()
+    here.close()
+    there.close()
+    assert "TCP_KEEPIDLE" in asked
+    monkeypatch.delattr(socket, "TCP_KEEPIDLE")
+    asked.clear()
+    here, there = await tcp_pair()
+    here.close()
+    there.close()
+    assert "TCP_KEEPALIVE" in asked
+    assert "TCP_KEEPIDLE" not in asked
