@@ -129,13 +129,14 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
         )
     answer = reading.Answer()
     answers: list[Blob | Stream] = []
+    schemas = unit.k_schema, unit.v_schema
     for layer in range(layers):
         for side in SIDES:
-            schema = unit.schema(side)
+            schema = schemas[side]
             assert schema is not None  # noqa: S101  a visible prefix has both sides
-            spans = [
-                span for owner, first, last in segments for span in reading.gather(owner, side, layer, first, last)
-            ]
+            spans: list[reading.Span] = []
+            for owner, first, last in segments:
+                spans += reading.gather(owner, side, layer, first, last)
             answers.append(answer.part(spans, schema.layer(layer), wire))
     if not context.session.no_touch:
         store.touch(unit)

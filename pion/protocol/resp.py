@@ -357,7 +357,8 @@ class RespParser:
     def _refuse(self, argv: Request, nbytes: int) -> None:
         self._refused = nbytes
         self._target = None
-        del argv[1:]
+        # The name and a short first argument, usually what a command is about, stay.
+        del argv[2 if len(argv) > 1 and type(argv[1]) is bytes else 1 :]
 
     # -- lines and numbers ----------------------------------------------------------------------------------------
 
