@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +16,21 @@ PREFILL_STEP: Final = 2048
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all), first with what was restored, last with all of them."""
+
+
+class Watched:
+    """A progress callback, and the time spent in it."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self.spent_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """As Progress."""
+        if self._progress is not None:
+            start = time.perf_counter()
+            self._progress(done, total)
+            self.spent_s += time.perf_counter() - start
 
 
 def prefill(

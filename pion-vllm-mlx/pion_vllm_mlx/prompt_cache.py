@@ -8,15 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-import attrs
-
 from pion.client import PionClient
 from pion.client.errors import PionClientError, ServerError
 from pion_vllm_mlx import transfer
 from pion_vllm_mlx.claims import Claim, Namespace, Plan, claim, register
+from pion_vllm_mlx.finding import Finder, Found
 from pion_vllm_mlx.fingerprint import Fingerprint, Identity, tokenizer_fingerprint
 from pion_vllm_mlx.link import Link, Operation, logger, unless_refused
-from pion_vllm_mlx.prefill import PREFILL_STEP, Progress, prefill
+from pion_vllm_mlx.prefill import PREFILL_STEP, Progress, Watched, prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, Context, Layout, TokenIds, token_ids
 from pion_vllm_mlx.slots import SlotShape, probe
 from pion_vllm_mlx.statistics import Counters
@@ -34,17 +33,6 @@ LABEL_TOKENS: Final = 24
 
 LONGEST_WAIT_MS: Final = 600_000
 """The server's own default limit for one WAIT, which it refuses to exceed."""
-
-
-@attrs.frozen
-class _Found:
-    """A stored prefix that was restored: caches of exactly `tokens` tokens, and the namespace they came from."""
-
-    namespace: Namespace
-    tokens: int
-    caches: list[Any]
-    strict: bool
-    """The name is derived from the content, so it never stands for anything else."""
 
 
 class PionPromptCache:
@@ -113,10 +101,10 @@ class PionPromptCache:
         self._tokenizer_hash = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         self._adapter_path = None if adapter_path is None else str(adapter_path)
         self._step = prefill_step
-        self._longest_match = longest_match
         self._inproc = inproc
         self._timeout_s = timeout_s
         self._counters = Counters()
+        self._finder = Finder(self._counters, longest_match=longest_match)
         self._ms_per_token: float | None = None
         settings = {
             "host": host, "port": port, "unix": unix, "tls": tls,
@@ -162,11 +150,11 @@ class PionPromptCache:
         context = self._context(media)
         name = context.namespace(wanted) if namespace is None else namespace
         with self._link.operation(self._deadline_s(len(wanted))) as server:
-            found, mismatch = self._exact(server, context, name, wanted)
+            found, mismatch = self._finder.exact(server, context, name, wanted)
             if found is not None:
                 self._counters.add(hits=1)
                 return found.caches
-            found = self._match(server, context, wanted) if namespace is None else None
+            found = self._finder.match(server, context, wanted) if namespace is None else None
             return self._complete(server, context, name, wanted, found, store=not mismatch, progress=progress)
 
     def prepare_prompt(
@@ -185,7 +173,7 @@ class PionPromptCache:
         head = wanted[:boundary]
         context = self._context(media)
         with self._link.operation(self._deadline_s(len(wanted))) as server:
-            found = self._match(server, context, head) if boundary else None
+            found = self._finder.match(server, context, head) if boundary else None
             have = found.tokens if found is not None else 0
             if boundary - have >= MIN_SEGMENT_TOKENS:
                 name = context.namespace(head)
@@ -271,80 +259,13 @@ class PionPromptCache:
             return None
         return max(self._timeout_s, (self._ms_per_token or 0.0) * tokens / 1000)
 
-    def _exact(
-        self, server: Operation, context: Context, name: Namespace, ids: TokenIds, *, count: bool = True
-    ) -> tuple[_Found | None, bool]:
-        """(the prefix stored under this name, whether something else is). A hit is counted once it is restored."""
-        meta = server.ask("META", lambda client: client.prefix_meta(name), None)
-        common = context.common_tokens(meta, ids)
-        if common == len(ids):
-            return self._restore(server, context, name, len(ids), meta, count=count), False
-        if not count:
-            return None, False
-        # Tells the server about the miss. A hit is a prefix that is there, but not ours to use.
-        there = server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=0), otherwise=False)
-        if there:
-            self._counters.add(mismatches=1)
-            logger.warning(
-                "namespace %r holds something else: other tokens, or the same computed with another model or adapter "
-                "(weights, adapter_path), another tokenizer or none given, another format (vquant, boundary_protect) "
-                "or other media. It is left alone and not used. Give every process the same arguments, or use another "
-                "name, or drop this one",
-                name,
-            )
-        return None, there
-
-    def _match(self, server: Operation, context: Context, ids: TokenIds) -> _Found | None:
-        """The longest stored prefix of these tokens, in whole blocks."""
-        hashes = context.block_hashes(ids)
-        if not len(hashes) or not self._longest_match:
-            return None
-        match = server.ask("MATCH", lambda client: client.prefix_match(hashes, size=BLOCK_TOKENS), None)
-        if match is None:
-            return None
-        meta = server.ask("META", lambda client: client.prefix_meta(match.namespace), None)
-        # The hashes only nominate; the token ids decide.
-        common = min(context.common_tokens(meta, ids), match.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-        return self._restore(server, context, match.namespace, common, meta) if common else None
-
-    def _restore(
-        self,
-        server: Operation,
-        context: Context,
-        name: Namespace,
-        tokens: int,
-        meta: bytes | None,
-        *,
-        count: bool = True,
-    ) -> _Found | None:
-        """Fetch what has this META; None when it isn't there any more, or not in the expected shape."""
-        start = time.perf_counter()
-        strict = context.names(name, meta)
-        fetched = unless_refused("FETCH", lambda client: transfer.fetch(client, name, context, tokens), None)
-        result = server.ask("FETCH", fetched, None)
-        if result is None:
-            return None
-        caches, nbytes = result
-        elapsed_ms = (time.perf_counter() - start) * 1000
-        # After the fetch, so that the receipt counts what was really restored.
-        questions: list[tuple[Any, ...]] = [("KV.PREFIX.LOOKUP", name, "TOKENS", tokens)] if count else []
-        if not strict:
-            # Another client may have dropped the name and stored something else under it between META and FETCH.
-            questions.insert(0, ("KV.PREFIX.META", name))
-        replies = server.ask("LOOKUP", lambda client: client.pipeline(questions), []) if questions else []
-        if not strict and replies[:1] != [meta]:
-            logger.info("prefix %r was replaced while it was being fetched; not used", name)
-            return None
-        self._counters.add(fetch_ms_total=elapsed_ms, bytes_fetched=nbytes, tokens_restored=tokens)
-        return _Found(name, tokens, caches, strict)
-
     def _complete(
         self,
         server: Operation,
         context: Context,
         name: Namespace,
         ids: TokenIds,
-        found: _Found | None,
+        found: Found | None,
         *,
         store: bool,
         progress: Progress | None,
@@ -354,15 +275,14 @@ class PionPromptCache:
         if found is not None and have == len(ids):
             self._counters.add(hits=1)
             return found.caches
-        # A name of somebody's own may come to stand for something else before we continue it: then all is stored.
-        parent = (found.namespace, have) if found is not None and found.strict else None
+        parent = self._finder.parent(server, found) if store and found is not None else None
         plan = Plan(context, name, ids, parent)
         whose = server.ask("REGISTER", lambda client: claim(client, plan), Claim.NO) if store else Claim.NO
         if whose is Claim.OTHERS:
             waited = self._wait(server, context, name, ids, have)
             if waited is not None:
                 return waited.caches
-        watched = _Watched(progress)
+        watched = Watched(progress)
         start = time.perf_counter()
         caches = prefill(
             self._model, ids, found.caches if found is not None else None,
@@ -379,7 +299,7 @@ class PionPromptCache:
         self._counters.add(**{"stored" if stored else "not_stored": 1})
         return caches
 
-    def _wait(self, server: Operation, context: Context, name: Namespace, ids: TokenIds, have: int) -> _Found | None:
+    def _wait(self, server: Operation, context: Context, name: Namespace, ids: TokenIds, have: int) -> Found | None:
         """Wait for another client's prefill, at most as long as the same would take here."""
         self._counters.add(waited=1)
         wait_ms = min(max(1, round(self._estimate_ms(len(ids) - have))), LONGEST_WAIT_MS)
@@ -387,7 +307,7 @@ class PionPromptCache:
             "WAIT", lambda client: client.prefix_lookup(name, wait_ms=wait_ms, tokens=len(ids)), otherwise=False
         )
         there = server.ask("WAIT", wait, otherwise=False)
-        found = self._exact(server, context, name, ids, count=False)[0] if there else None
+        found = self._finder.exact(server, context, name, ids, count=False)[0] if there else None
         if found is not None:
             self._counters.add(hits=1)
         return found
@@ -436,17 +356,3 @@ class PionPromptCache:
         except Exception:  # whatever a tokenizer raises: a label is worth no answer
             logger.debug("no label: the tokenizer can't decode these tokens", exc_info=True)
             return ""
-
-
-class _Watched:
-    """A progress callback, and the time spent in it."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self.spent_s = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            start = time.perf_counter()
-            self._progress(done, total)
-            self.spent_s += time.perf_counter() - start

@@ -140,10 +140,10 @@ def store(client: PionClient, namespace: str | bytes, context: Context, caches: 
         group.append(command)
         group_bytes += nbytes
         if group_bytes >= GROUP_BYTES:
-            _send(client, group)
+            answers(client, group)
             sent, group, group_bytes = sent + group_bytes, [], 0
     if group:
-        _send(client, group)
+        answers(client, group)
     return sent + group_bytes
 
 
@@ -163,10 +163,13 @@ def _stores(
                 yield ["V.STOREBATCH", *command], data.nbytes
 
 
-def _send(client: PionClient, group: list[list[Any]]) -> None:
-    for reply in client.pipeline(group):
+def answers(client: PionClient, requests: Sequence[Sequence[Any]]) -> list[object]:
+    """The replies to a pipeline, in order. Raises the first that is an error."""
+    replies = client.pipeline(requests)
+    for reply in replies:
         if isinstance(reply, ServerError):
             raise reply
+    return replies
 
 
 def _rounded_up(value: int, step: int) -> int:

@@ -311,3 +311,15 @@ def test_a_refused_user_is_an_error_in_a_fetch_as_well(cache, model, server, mon
     pc = cache(port=server.port)
     assert same_bits(pc.get_or_prefill(ids), prefill(model, token_ids(ids)))
     assert pc.stats()["fallbacks"] == 0
+
+
+def test_a_refusal_when_a_name_is_asked_for_again_is_not_swallowed(cache, model, server, monkeypatch):
+    ids = random_tokens(40, seed=3020)
+    cache(port=server.port, fallback=False).get_or_prefill(ids, namespace="asked again")
+    monkeypatch.setattr(PionClient, "pipeline", lambda client, requests: [ServerError("no") for _ in requests])
+    with pytest.raises(ServerError, match="no"):
+        cache(port=server.port, fallback=False).get_or_prefill(ids, namespace="asked again")
+    monkeypatch.setattr(transfer, "answers", raising(ServerError("no")))
+    pc = cache(port=server.port)
+    assert same_bits(pc.get_or_prefill(ids, namespace="asked again"), prefill(model, token_ids(ids)))
+    assert (pc.stats()["hits"], pc.stats()["fallbacks"]) == (0, 1)

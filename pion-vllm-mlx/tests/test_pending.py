@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from pion.client import PionClient, Registered
 from pion.client.errors import PionClientError
 from pion.config import Config
+from pion_vllm_mlx import prefill as prefilling
 from pion_vllm_mlx import prompt_cache, release_at_thread_end, transfer
 from pion_vllm_mlx.prefill import prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, token_ids
@@ -127,7 +128,7 @@ def test_a_cancelled_prefill_frees_the_name_for_those_who_wait(connect, model):
 def test_a_failed_store_is_a_miss_for_everyone(connect, model, monkeypatch):
     ids = random_tokens(40, seed=2300)
     pc = connect(model, fallback=True)
-    rows = transfer._send
+    rows = transfer.answers
     sent = []
 
     def fail_in_the_middle(client, group):
@@ -135,7 +136,7 @@ def test_a_failed_store_is_a_miss_for_everyone(connect, model, monkeypatch):
         sent.append(len(group))
         raise PionClientError("the disk is full")
 
-    monkeypatch.setattr(transfer, "_send", fail_in_the_middle)
+    monkeypatch.setattr(transfer, "answers", fail_in_the_middle)
     assert same_bits(pc.get_or_prefill(ids), cold(model, ids))
     monkeypatch.undo()
     assert sent == [4]
@@ -166,7 +167,8 @@ def test_the_estimate_comes_from_a_trial_before_the_first_prefill(connect, model
 
 def test_the_estimate_is_of_forward_passes_of_many_tokens(connect, model, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(prompt_cache, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (prompt_cache, prefilling):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     pc = connect(model, prefill_step=16)
     pc._ms_per_token = 7.0
     pc.get_or_prefill(random_tokens(TRIAL_TOKENS - 1, seed=2410))
