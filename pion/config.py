@@ -315,7 +315,7 @@ CONVERSION_THREADS: Final = 4
 TURN_NS: Final = 1_000_000
 """Work of one connection before the others get the loop: what another client's PING may have to wait."""
 
-LONG_REPLY_ITEMS: Final = 64
+LONG_REPLY_ITEMS: Final = 32
 """An array or map of more items is encoded in turns, since an item can be large itself."""
 
 MAX_NAMES_PER_CALL: Final = 1024

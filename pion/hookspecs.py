@@ -35,7 +35,8 @@ def register_services(services: Services) -> Sequence[Callable[..., Awaitable[No
     """Return async callables that run as long as the server: `async def run(*, task_status)`.
 
     The host starts each with `nursery.start`, so it must call `task_status.started()`, and cancels it at shutdown after
-    the last connection has closed.
+    the last connection has closed. One that fails is logged with the plugin's name and stops the server, with the
+    grace time for its clients.
     """
 
 
@@ -51,4 +52,7 @@ def register_disconnect(services: Services) -> Callable[[Session], None]:  # typ
 
 @hookspec
 def shutdown(services: Services) -> None:
-    """Release what `startup` made, once, after the last service has stopped. Not called if startup failed."""
+    """Release what `startup` made, once, after the last service has stopped. Not called if startup failed.
+
+    Plugins are asked in the reverse order of `startup`; one that fails is logged and the others still run.
+    """

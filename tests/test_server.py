@@ -367,7 +367,7 @@ async def test_only_a_server_process_raises_the_limit_of_open_files() -> None:
 def test_a_process_keeps_its_whole_log_and_one_that_does_not_start_shows_it() -> None:
     with ServerProcess() as server:
         pass
-    assert "ready in" in server.log[0]
+    assert any("ready in" in line for line in server.log)
     assert "stopped" in server.log[-1]
     with pytest.raises(RuntimeError, match=r"(?s)pion-server ended:.*--workers 2: this version runs one worker"):
         ServerProcess("--workers", "2").__enter__()

@@ -24,6 +24,7 @@ TRANSFER_FIELDS: Final = (
     "receiving_refused",
     "unsent_bytes",
     "timed_out",
+    "slow_senders_dropped",
     "slow_readers_dropped",
 )
 """What the Stats section shows of the connections: large transfers, and who was disconnected for being slow."""
