@@ -80,7 +80,7 @@ class Ledger:
         self._charged += nbytes
 
     def put_off(self, work: Callable[[], bool], memory: Memory) -> None:
-        """Have the reaper do the work on a buffer piece by piece: each call does one, and says whether there is more."""
+        """Have the reaper do work on a buffer, a piece at each call, which says whether there is more."""
         if not memory.queued:
             memory.queued = True
             self._later.append(work)

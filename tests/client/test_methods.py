@@ -221,8 +221,10 @@ async def test_a_prefix_without_a_declaration(client: Any) -> None:
         await client.v_fetch_ids("ns_pk", 0, [])
     with pytest.raises(ValueError, match="name"):
         await client.execute()
-    assert await client.prefix_register("p", 64, "fp32", layers=0, tokens=0, states=2) is Registered.OK
-    assert await client.prefix_lookup("p") is False
+    with pytest.raises(errors.ServerError, match="STATES must be 0"):
+        await client.prefix_register("p", 64, "fp32", layers=0, tokens=0, states=2)
+    assert await client.prefix_register("p", 64, "fp32", layers=0, tokens=0, states=0) is Registered.OK
+    assert await client.prefix_lookup("p") is True
     with pytest.raises(ValueError, match="start and end"):
         await client.prefix_fetch("ns", start=1)
 
