@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Coroutine
 from typing import Any
 
@@ -122,3 +123,35 @@ def recount(store: VStore) -> tuple[int, int, int]:
                 charged += sum({id(block.memory): block.memory.nbytes for block in layer.blocks}.values())
                 payload += layer.count * layer.row_bytes
     return charged, payload, sessions
+
+
+# Short calls on prefixes of fp32 rows with one value each.
+
+
+def call(kv: Harness, *args: Any) -> Any:
+    return now(kv.call(*args))
+
+
+def rows(tag: str, start: int, stop: int) -> bytes:
+    return b"".join(b"%s%03d" % (tag.encode(), index) for index in range(start, stop))
+
+
+def fill(kv: Harness, ns: str, start: int, stop: int, layers: int = 1) -> None:
+    """Rows of one fp32 value each, whose four bytes say side and id."""
+    for layer in range(layers):
+        for side in "kv":
+            reply = call(kv, "V.STOREBATCH", f"{ns}_p{side}", layer, start, stop - start, rows(side, start, stop))
+            assert reply == "OK"
+
+
+def declare(kv: Harness, ns: str, tokens: int, *options: Any, layers: int = 1) -> None:
+    assert call(kv, "KV.PREFIX.REGISTER", ns, 1, "fp32", "LAYERS", layers, "TOKENS", tokens, *options) == "OK"
+    fill(kv, ns, 0, tokens, layers)
+
+
+def pack(*hashes: int) -> bytes:
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def lookup(kv: Harness, ns: str, *options: Any) -> Any:
+    return call(kv, "KV.PREFIX.LOOKUP", ns, *options)
