@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pion.config import CONVERT_IN_THREAD_BYTES
+from pion.config import CONVERT_IN_THREAD_BYTES, MIB
 from pion.replies import Blob, Stream
 from pion.testing import Harness
 from tests.commands.kv_support import make_kv, now, plain, snapshot
@@ -382,6 +383,20 @@ def test_only_a_little_of_a_reply_is_converted_at_once(kv) -> None:
         assert len(hops) <= -(-sum(stream.nbytes for stream in streams) // 500_000) + len(streams) // 64 + 1
         assert plain(reply) == [wanted] * many
         del reply
+
+
+def test_parts_that_were_sent_are_not_kept(kv) -> None:
+    """The reply lives until its last byte is sent; what was converted for it does not."""
+    call(kv, "V.CREATE", "s", 512, "VQUANT", "fp16")
+    call(kv, "V.STOREBATCH", "s", 0, 0, 100, "AS", "native", bytes(100 * 1024))
+    reply = now_raw(kv, "V.FETCH", "s", "BATCH", 100, *(0, 0, 100) * 100)
+    tracemalloc.start()
+    try:
+        for part in reply:
+            assert len(plain(part)) == 100 * 2048
+        assert tracemalloc.get_traced_memory()[0] < MIB
+    finally:
+        tracemalloc.stop()
 
 
 def test_parts_in_any_order_and_more_than_once(kv) -> None:

@@ -106,7 +106,44 @@ def test_the_search_among_other_names_is_bounded(alike) -> None:
         index.add(unit)
         names.set(unit.name, unit)
     assert index.match(pack([1, 2, 9001]), 1, b"x", names) is None
-    assert looked <= 3 * prefix_index.WALK_ENTRIES + 3
+    assert looked <= 1600
     found = index.match(pack([1, 2, 9001]), 1, b"y", names)
     assert found is not None
     assert found[1] == (2 if alike else 3)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_one_name_among_thousands_of_others(alike) -> None:
+    """Whether the others have one list of hashes or lists of their own around the place."""
+    index, ledger, names = PrefixIndex(), Ledger(), SortedMap()
+    for number in range(4000):
+        unit = Unit(b"x" if number == 2000 else b"y%d" % number, lone=False)
+        unit.partial = False
+        chain = [1, 2] if number == 2000 or alike else [1, 2, number]
+        unit.table = BlockTable(1, pack(chain), None, 0, ledger)
+        index.add(unit)
+        names.set(unit.name, unit)
+    # In the order of their bytes this lies in the middle of the others.
+    found = index.match(pack([1, 2, 8]), None, b"x", names)
+    assert found is not None
+    assert (found[0].name, *found[1:]) == (b"x", 2, 1)
+
+
+def test_block_sizes_share_the_walk() -> None:
+    index, ledger, names = PrefixIndex(), Ledger(), SortedMap()
+    looked = 0
+
+    class Name(bytes):
+        def startswith(self, *args) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().startswith(*args)
+
+    for number in range(16_000):
+        unit = Unit(Name(b"%s%05d" % (b"x" if number % 20 == 0 else b"y", number)), lone=False)
+        unit.partial = False
+        unit.table = BlockTable(1 + number % 16, pack([7] if number % 20 == 0 else [1, number]), None, 0, ledger)
+        index.add(unit)
+        names.set(unit.name, unit)
+    assert index.match(pack([1, 0]), None, b"x", names) is None
+    assert looked <= 1600
