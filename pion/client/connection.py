@@ -192,6 +192,10 @@ class Connection:
             except OSError as error:
                 self._hear_out(exchange)
                 raise self._broken(error) from error
+            else:
+                if exchange.pipelined and exchange.sending:
+                    # A server as fast as we are never makes us wait; what it says may be an error that stops us.
+                    self._receive(exchange, _DONTWAIT)
 
     def _wait(self) -> int:
         """Wait until something can be sent or received; what."""

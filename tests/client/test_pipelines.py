@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -140,6 +141,34 @@ def test_the_first_error_is_raised_and_the_prefix_given_up() -> None:
         # The prefix is dropped with its connection, so the next call needs another one.
         assert client.execute("PING") in ("OK", "PONG")
         assert server.served == 2
+
+
+class Unhurried(socket.socket):
+    """Against this one every server is fast: sending never blocks, because the last part has been read."""
+
+    def sendmsg(self, *args: object) -> int:
+        sent = super().sendmsg(*args)
+        select.select([self], [], [], 0.05)
+        return sent
+
+
+def test_an_error_stops_a_pipeline_though_sending_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def script(peer: Peer) -> None:
+        for request in requests(peer):
+            seen.append(request[0])
+            peer.send(b"+OK\r\n" if len(seen) == 1 else b"-OOM full\r\n")
+
+    with FakeServer(script) as server, client_of(server) as client:
+        monkeypatch.setattr(socket, "socket", Unhurried)
+        with pytest.raises(errors.OutOfMemoryError):
+            store_many(client)
+    assert len(seen) < 40
+
+
+def store_many(client: PionClient) -> Stored:
+    return client.store_prefix("ns", "fp32@256*20", "fp32@256*20", layers(20, 1 << 18), 256)
 
 
 def test_rows_not_begun_when_the_error_comes_are_not_sent() -> None:
