@@ -111,8 +111,10 @@ class Layer:
 
         Raises `MissingRowError` naming the first row that is not there.
         """
-        found: list[tuple[Block, int, int]] = []
         index = bisect_right(self._starts, start) - 1
+        if index >= 0 and stop <= self._blocks[index].stop:
+            return [(self._blocks[index], start, stop)]
+        found: list[tuple[Block, int, int]] = []
         position = start
         while position < stop:
             block = self._blocks[index] if 0 <= index < len(self._blocks) else None

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 HASH_BYTES: Final = 8
 
 WALK_ENTRIES: Final = 512
-"""Neighbours on each side, and names, that one MATCH with IN looks at: a millisecond in all. Without SIZE the block sizes
-in use share them.
-"""
+"""Neighbours on each side, and names, that one MATCH with IN looks at: a millisecond in all. Block sizes share them."""
 
 MAX_BLOCK_SIZES: Final = 64
 """Different block sizes among the stored tables; a MATCH without SIZE searches each, and clients use one or two."""

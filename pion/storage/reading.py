@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 
@@ -18,7 +18,8 @@ from pion.storage.unit import Side, Unit
 
 FETCH_PARTS_MAX: Final = 16_384
 """Pieces of stored layers that one command gathers with no checkpoint between them, so that it is one view of the
-store: 30 to 100 ms. 128 segments of a model with 64 layers are as many."""
+store: 6 us each on a busy machine, 0.1 s in all. 128 segments of a model with 64 layers are as many.
+"""
 
 JOIN_SPANS: Final = 64
 JOIN_SPAN_BYTES: Final = 8 * 1024
@@ -32,8 +33,7 @@ GROUP_PARTS: Final = 64
 """Parts converted in one hop to a thread: sending each is a system call, and the loop runs others between groups."""
 
 
-@attrs.frozen(eq=False)
-class Span:
+class Span(NamedTuple):
     """Rows [start, stop) of one block. Holding it keeps the block, and its charge, alive."""
 
     block: Block
