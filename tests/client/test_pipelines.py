@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
@@ -148,7 +147,7 @@ class Unhurried(socket.socket):
 
     def sendmsg(self, *args: object) -> int:
         sent = super().sendmsg(*args)
-        select.select([self], [], [], 0.05)
+        time.sleep(0.03)
         return sent
 
 
