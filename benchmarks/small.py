@@ -37,7 +37,7 @@ METHOD = (
     "pipelined: redis-benchmark -P 100 -c 1 on one core, the server on the other; median of interleaved runs.",
     "under load: a second client stores and fetches 32 MiB values without a pause while a PING is sent every 1 ms; one "
     "that takes longer also counts for those that were due meanwhile. The PING client runs on the server's core "
-    "and the transferring one on the other, since a kernel that doesn't preempt its own copying would count its delays; "
+    "and the transferring one on the other, as a kernel that doesn't preempt its own copying would count its delays; "
     "the PING client has the higher priority where the system allows it.",
     "A ratio is Pion's p50 over the other's.",
 )

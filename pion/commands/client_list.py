@@ -85,6 +85,8 @@ async def client_kill(context: Context, argv: list[Buffer]) -> Reply:
     turn = Turn()
     for session in context.services.clients:
         await turn.pause()
+        if context.services.clients.get(session.id) is not session:
+            continue  # it left meanwhile
         if all(matches(session) for matches in filters) and not (skip_me and session is context.session):
             _end(context, session)
             killed += 1
