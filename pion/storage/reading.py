@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import attrs
 
@@ -33,7 +33,8 @@ GROUP_PARTS: Final = 64
 """Parts converted in one hop to a thread: sending each is a system call, and the loop runs others between groups."""
 
 
-class Span(NamedTuple):
+@attrs.frozen(eq=False)
+class Span:
     """Rows [start, stop) of one block. Holding it keeps the block, and its charge, alive."""
 
     block: Block
