@@ -1,7 +1,7 @@
 """A client that sends PING on a schedule and reports every latency: what another client feels under a load.
 
 Runs in a process of its own: `python -m benchmarks._lib.prober PORT INTERVAL_US`. It prints `ready` and 1 if it could
-raise its priority, else 0; probes until its standard input is closed; then prints the latencies in microseconds as JSON.
+raise its priority, else 0; probes until its standard input is closed; then prints the latencies in us as JSON.
 """
 
 from __future__ import annotations
