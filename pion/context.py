@@ -51,6 +51,8 @@ class Session:
     created_s: float = 0.0
     active_s: float = 0.0
     last_command: str = ""
+    ended_ns: int = 0
+    """When its last command ended (`perf_counter_ns`): the connection's turn is measured with it."""
     commands: int = 0
     transaction: Transaction | None = None
     in_exec: bool = False

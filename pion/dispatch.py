@@ -129,7 +129,8 @@ class Dispatcher:
             if type(reply) is ErrorReply:
                 counter.failed += 1
                 self._monitor.count_error(reply.code)
-        elapsed = perf_counter_ns() - start
+        context.session.ended_ns = ended = perf_counter_ns()
+        elapsed = ended - start
         counter.total_ns += elapsed
         if elapsed >= self._monitor.slower_than_ns:
             self._record_slow(context, entry.command, argv, elapsed)

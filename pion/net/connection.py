@@ -243,7 +243,7 @@ class Connection:
                     encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
                 nbytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
-            if nbytes > FLUSH_BYTES or session.closing or perf_counter_ns() > self._turn_end_ns:
+            if nbytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
                 await self._flush(out, nbytes)
                 if argv is requests[-1]:
                     self._release_payload()  # not before: the reply may be the payload itself
