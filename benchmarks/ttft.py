@@ -28,7 +28,7 @@ METHOD = (
     "in process: the cache this process computed itself, either deep-copied first, so that it can be used again (what "
     "mlx-lm's server does; the bound), or used itself and what was appended cut off afterwards (trim; one at a time).",
     "Redis: redis-py with hiredis if installed; the same arrays, either as one value (GET) or as one value per layer "
-    "and side (MGET); np.frombuffer, mx.array, KVCache.state. The one value is the alternative that is judged: it is how "
+    "and side (MGET); np.frombuffer, mx.array, KVCache.state. The one value is what Pion is judged by: it is how "
     "a cache file is put into Redis.",
     "Pion: PionPromptCache.get_or_prefill(ids), native format, no cache in the process.",
     "tokens: both processes continue the same prompts greedily, one from what it computed, one from what it fetched.",
