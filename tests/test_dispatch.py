@@ -237,7 +237,7 @@ async def test_exec_lets_others_run() -> None:
         nursery.start_soon(other)
         assert len(await bench.call(b"EXEC")) == 1000
         nursery.cancel_scope.cancel()
-    assert turns >= 1000 // COMMANDS_PER_TURN
+    assert turns >= 1000 // COMMANDS_PER_TURN - 1  # which of two tasks runs first after a pause is chance
 
 
 async def test_exec_bounds_the_replies_it_keeps() -> None:

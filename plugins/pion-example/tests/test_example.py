@@ -63,5 +63,5 @@ async def test_in_a_running_server() -> None:
         async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
             await stream.send_all(b"EXAMPLE.PEAK\r\n")
             assert (await stream.receive_some(100)).startswith(b":")
-        assert "example" in server.services.state["plugins"]
+        assert "example" in server.services.plugins
     assert "example" not in server.services.state
