@@ -33,6 +33,7 @@ METHOD = (
     "each. Every server has a process of its own; turns of 200 round trips are interleaved; percentiles over all.",
     "bare Trio echo: trio.serve_tcp, receive_some and send_all; takes a request of the same length and answers with as "
     "many bytes as Pion does, parsing nothing. bare Trio sockets: the same, but non-blocking recv and send come first.",
+    "Pion runs with its defaults; the second Pion with --busy-poll 0 shows what looking for the next request gives.",
     "MEMBERSHIP: K = N = 1,562 hashes, the probes shuffled, half of them in the table.",
     "pipelined: redis-benchmark -P 100 -c 1 on one core, the server on the other; median of interleaved runs.",
     "under load: a second client stores and fetches 32 MiB values without a pause while a PING is sent every 1 ms; one "
@@ -60,6 +61,7 @@ def run(quick: bool) -> Report:
     with ExitStack() as stack:
         stack.enter_context(pin.pinned(pin.CLIENT))
         pion = stack.enter_context(peers.pion())
+        sleeping = stack.enter_context(peers.pion("--busy-poll", "0"))
         streams, sockets = stack.enter_context(peers.echo())
         redis: peers.Peer | None = None
         try:
@@ -67,16 +69,18 @@ def run(quick: bool) -> Report:
             peers.program("redis-benchmark")
         except peers.MissingPeerError as missing:
             report.missing.append(str(missing))
+        prepare(sleeping)
         calls = prepare(pion)
         for where, cores in (("one core", pin.CLIENT), ("two cores", pin.OTHER)):
             if where == "two cores" and not pin.HAS_TWO:
                 report.missing.append("round trips on two cores: this machine lends one")
                 continue
-            for each in filter(None, (pion, streams, redis)):
+            for each in filter(None, (pion, sleeping, streams, redis)):
                 each.pin(cores)
             for call in calls:
-                _round_trips(report, call, where, pion, streams, sockets, redis, 2 if quick else TURNS)
-        for each in filter(None, (pion, streams, redis)):
+                others = {"Pion, --busy-poll 0": sleeping, "bare Trio echo": streams, "bare Trio sockets": sockets}
+                _round_trips(report, call, where, pion, others, redis, 2 if quick else TURNS)
+        for each in filter(None, (pion, sleeping, streams, redis)):
             each.pin(pin.OTHER)
         if redis is not None and not report.missing:
             _pipelined(report, pion, redis, 10_000 if quick else 500_000, 1 if quick else 7)
@@ -118,17 +122,17 @@ def _round_trips(
     call: Call,
     where: str,
     pion: peers.Peer,
-    streams: peers.Peer,
-    sockets: peers.Peer,
+    others: dict[str, peers.Peer],
     redis: peers.Peer | None,
     turns: int,
 ) -> None:
     ping = Call("PING", request("PING"), b"+PONG\r\n", None)
     with ExitStack() as stack:
         arms: dict[str, tuple[RawClient, Call]] = {"Pion": (stack.enter_context(RawClient(pion.port)), call)}
-        for name, peer in (("bare Trio echo", streams), ("bare Trio sockets", sockets)):
+        for name, peer in others.items():
             client = stack.enter_context(RawClient(peer.port))
-            client.send(SETUP.pack(len(call.wire), len(call.reply)))
+            if name.startswith("bare"):
+                client.send(SETUP.pack(len(call.wire), len(call.reply)))
             arms[name] = (client, call)
         if redis is not None:
             arms["Redis PING"] = (stack.enter_context(RawClient(redis.port)), ping)

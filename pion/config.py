@@ -61,6 +61,16 @@ class Config:
     backlog: int = option(
         511, "connections the kernel may queue before accept", group="listen", unit="connections", low=1, high=65535
     )
+    busy_poll_us: int = option(
+        50,
+        "how long the worker looks for the next request before it sleeps, while one client asks again and again; "
+        "twice the time a client needs on the same machine; 0 sleeps at once",
+        group="listen",
+        unit="us",
+        flag="busy-poll",
+        low=0,
+        high=1000,
+    )
     max_clients: int = option(
         10_000,
         "connections served at once; each costs a task and about 20 KiB",

@@ -38,6 +38,7 @@ from pion.config import (
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.net.polling import BusyPoll
 from pion.net.sending import Sender
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport
@@ -100,6 +101,7 @@ class Connection:
         self._turn_end_ns = 0
         self._received = 0
         self._maybe_more = False
+        self._busy_poll = BusyPoll(table.dialogue)
         self._phase = Phase.RUNNING
 
     @property
@@ -334,11 +336,12 @@ class Connection:
     async def _receive(self) -> bool:
         """Feed the parser; False at the end of the stream."""
         transport = self._transport
-        data = None
+        if perf_counter_ns() > self._turn_end_ns:
+            await self._yield()
         if self._maybe_more:
-            if perf_counter_ns() > self._turn_end_ns:
-                await self._yield()
             data = transport.recv_nowait(READ_CHUNK_BYTES)
+        else:
+            data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
         while data is None:
             self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
             await transport.wait_readable()
@@ -346,7 +349,7 @@ class Connection:
             self._commands = 0
             self._turn_end_ns = perf_counter_ns() + TURN_NS
             data = transport.recv_nowait(READ_CHUNK_BYTES)
-        # After a short read the socket is most likely empty: waiting at once saves a call that would say so.
+        # After a short read the socket is most likely empty: there is no use in asking at once.
         self._maybe_more = len(data) == READ_CHUNK_BYTES
         self._received += len(data)
         self._parser.feed(data)

@@ -13,6 +13,7 @@ from pion.command import Flag
 from pion.config import PAYLOAD_SLICE_BYTES
 from pion.context import Services
 from pion.net.budget import ReceiveBudget
+from pion.net.polling import Dialogue
 
 if TYPE_CHECKING:
     from pion.net.connection import Connection
@@ -60,6 +61,7 @@ class ConnectionTable:
     """Commands that may wait for another client."""
     scratch: memoryview = attrs.field(init=False)
     """Where refused payloads and the bytes after a payload land; used between two checkpoints only."""
+    dialogue: Dialogue = attrs.field(init=False)
     _connections: dict[Connection, tuple[int, float]] = attrs.field(factory=dict, init=False)
     """Each with the progress last seen and since when."""
     _timed_out: int = attrs.field(default=0, init=False)
@@ -70,6 +72,7 @@ class ConnectionTable:
         self.blocking = frozenset(
             row.name.upper().encode() for row in self._services.registry if Flag.BLOCKING in row.flags
         )
+        self.dialogue = Dialogue(self._services.config.busy_poll_us * 1000)
         self.scratch = memoryview(bytearray(PAYLOAD_SLICE_BYTES))
 
     def add(self, connection: Connection) -> None:

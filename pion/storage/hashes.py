@@ -58,8 +58,13 @@ class Membership:
         """For each probe (1-D) whether it is in the table."""
         ordered = self._sorted
         if ordered is None:
-            found: NDArray[np.bool_] = self._first.at(probes) == probes
-            found |= self._second.at(probes) == probes
+            first, second = self._first, self._second
+            product = probes * first.multiplier
+            product >>= first.shift
+            found: NDArray[np.bool_] = first.keys.take(product.view(np.int64)) == probes
+            np.multiply(probes, second.multiplier, out=product)
+            product >>= second.shift
+            found |= second.keys.take(product.view(np.int64)) == probes
             return found
         if ordered.size == 0:
             return np.zeros(probes.size, np.bool_)
@@ -79,8 +84,9 @@ class _Half:
     __slots__ = ("keys", "multiplier", "shift")
 
     def __init__(self, multiplier: int, bits: int) -> None:
-        self.multiplier = np.uint64(_MULTIPLIERS[multiplier])
-        self.shift = np.uint64(64 - bits)
+        # Arrays without dimensions: a NumPy scalar would be converted to one in each operation.
+        self.multiplier = np.array(_MULTIPLIERS[multiplier], np.uint64)
+        self.shift = np.array(64 - bits, np.uint64)
         self.keys = np.empty(1 << bits, np.uint64)
 
     def places(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -88,10 +94,6 @@ class _Half:
         product = hashes * self.multiplier
         product >>= self.shift
         return product.view(np.int64)
-
-    def at(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """What lies where each hash would."""
-        return self.keys.take(self.places(hashes))
 
 
 def _place(unique: NDArray[np.uint64], halves: tuple[_Half, _Half]) -> bool:
