@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from pion.context import Services
     from pion.server import Started
 
 EXIT_USAGE = 2
@@ -66,12 +67,25 @@ def _announce(started: Started, elapsed_s: float) -> None:
         f"  listening  {', '.join(services.listening)}",
         f"  plugins    {', '.join(services.plugins)} ({len(services.registry)} commands)",
         f"  sessions   at most {config.max_sessions}, least recently used goes first",
+        f"  data       {_describe_data(services)}",
         f"  password   {'required' if config.requirepass else 'none'}",
         f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",
         "  stop       Ctrl-C, or SIGTERM: finishes what is under way; a second one stops at once",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _describe_data(services: Services) -> str:
+    data = services.data
+    if data is None:
+        return "in memory only: nothing survives a restart"
+    how = {"always": "flushed before each answer", "everysec": "flushed every second", "no": "flushed by the system"}
+    counts = services.vstore.statistics()
+    text = f"{services.config.dir}, log {how[services.config.wal_sync]}; {counts.prefixes} prefixes read"
+    if data.log.error:
+        text += f"; CHANGES ARE REFUSED: {data.log.error}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

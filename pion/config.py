@@ -122,6 +122,40 @@ class Config:
         "text", "log lines for a person or for a machine", group="process", choices=("text", "json")
     )
 
+    # Durability
+    dir: str = option(
+        "pion-data",
+        "directory of the log and the snapshot, made if need be; one server per directory; "
+        "empty: keep everything in memory only",
+        group="durability",
+        unit="path",
+    )
+    wal_sync: str = option(
+        "everysec",
+        "when the log is flushed to the disk: before each answer, every second, or when the system likes; "
+        "in each mode an answer is given after the log was written, so the death of the process loses nothing",
+        group="durability",
+        choices=("always", "everysec", "no"),
+    )
+    wal_limit: float = option(
+        1.0,
+        "a log longer than this many times the stored data (and than 512 MiB) is replaced by a snapshot",
+        group="durability",
+        unit="times the stored bytes",
+        low=0.1,
+        high=1000,
+    )
+    wal_queue_bytes: int = option(
+        128 * MIB,
+        "changes that wait to be written to the log; beyond it the next one waits before it is made; "
+        "a fraction of a second of a slow disk",
+        group="durability",
+        unit="bytes",
+        flag="wal-queue",
+        low=MIB,
+        high=64 * GIB,
+    )
+
     # Storage
     max_sessions: int = option(
         256,

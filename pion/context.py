@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pion.net.table import ConnectionTable
     from pion.receipt import Receipt
     from pion.registry import Registry
+    from pion.storage.data_directory import DataDirectory
+    from pion.storage.durable import Durable
     from pion.storage.vstore import VStore
 
 T = TypeVar("T")
@@ -113,6 +115,10 @@ class Services:
     clients: ClientTable
     monitor: Monitor
     started_s: float
+    durable: list[Durable] = attrs.field(factory=list)
+    """What is kept in the data directory; what `register_durable` returned."""
+    data: DataDirectory | None = None
+    """The data directory, once it is read; None in a server that keeps nothing."""
     info_sections: list[InfoSection] = attrs.field(factory=list)
     state: dict[str, Any] = attrs.field(factory=dict)
     """Plugins' own state by plugin name."""
@@ -130,6 +136,8 @@ class Services:
     """For work that leaves the event loop."""
     fit_clients: Callable[[int], int] = fitting_clients
     """How many of so many clients the process has file descriptors for; a server process may raise its limit."""
+    save_at_end: bool = True
+    """Whether a clean stop takes a last snapshot; SHUTDOWN NOSAVE says no."""
     request_shutdown: Callable[[bool], None] = lambda now: None
     """Asks the server to stop: finish what is under way, or (True) at once."""
     listening: list[str] = attrs.field(factory=list)

@@ -46,6 +46,7 @@ class Entry:
     max_args: int
     no_auth: bool
     no_multi: bool
+    writes: bool
     counter: CommandCounter
     subcommands: dict[bytes, Entry] | None
 
@@ -78,6 +79,7 @@ class Dispatcher:
             max_args=row.arity if exact else 1 << 31,
             no_auth=Flag.NO_AUTH in row.flags,
             no_multi=Flag.NO_MULTI in row.flags,
+            writes=Flag.WRITE in row.flags,
             counter=self._monitor.counter(row.name.lower()),
             subcommands=None,
         )
@@ -114,6 +116,8 @@ class Dispatcher:
         context.session.last_command = entry.name
         start = perf_counter_ns()
         try:
+            if entry.writes and context.services.data is not None:
+                await context.services.data.admit()
             reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
         except PionError as error:
             counter.failed += 1

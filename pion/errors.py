@@ -98,3 +98,10 @@ class ExecAbortError(CommandError):
     """A command of the transaction could not be queued, so none of them runs."""
 
     code = "EXECABORT"
+
+
+class MisconfError(CommandError):
+    """The disk failed, so nothing that changes state is accepted until an operator has looked."""
+
+    code = "MISCONF"
+    status = 11

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pion.command import Command
     from pion.config import Config
     from pion.context import InfoSection, Services, Session
+    from pion.storage.durable import Durable
 
 hookspec = HookspecMarker("pion")
 hookimpl = HookimplMarker("pion")
@@ -28,6 +29,15 @@ def register_commands(config: Config) -> Sequence[Command]:  # type: ignore[empt
 @hookspec
 def startup(services: Services) -> None:
     """Set up the plugin's own state, once, before the listeners open. Keep it in `services.state[<plugin name>]`."""
+
+
+@hookspec
+def register_durable(services: Services) -> Sequence[Durable]:  # type: ignore[empty-body]
+    """Return what of the plugin's state is kept in the log and in snapshots; called after `startup`.
+
+    Everything in the data directory is replayed into it before the listeners open. In a server that keeps nothing
+    (`--dir ""`) nothing is replayed and nothing is written.
+    """
 
 
 @hookspec

@@ -19,6 +19,7 @@ GROUPS: Final = {
     "security": "security",
     "plugins": "what is loaded",
     "process": "the process",
+    "durability": "durability",
     "storage": "storage",
     "limits": "limits",
 }

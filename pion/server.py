@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pion.net import endpoints, listener
 from pion.plugins import call_each, call_one, make_plugin_manager, make_registry, plugin_names
 from pion.receipt import Receipt
 from pion.registry import Registry
+from pion.storage.data_directory import open_directory
 from pion.storage.journal import NullJournal
 from pion.storage.ledger import Ledger
 from pion.storage.vstore import VStore
@@ -94,6 +96,8 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
     worker = Worker(manager, registry, services, Dispatcher(registry, monitor))
     services.plugins = plugin_names(manager)
     worker.hook("startup")
+    for _, durable in worker.hook("register_durable"):
+        services.durable.extend(durable)
     for _, sections in worker.hook("register_info"):
         services.info_sections.extend(sections)
     services.disconnect = [callback for _, callback in worker.hook("register_disconnect")]
@@ -143,46 +147,86 @@ async def serve(
     services = worker.services
     if owns_process:
         services.fit_clients = process.raise_descriptor_limit
-    draining = services.draining
     supervised = _Supervisor(services)
     try:
-        listeners = await endpoints.open_listeners(services.config)
-        services.tcp_port = listeners[0].socket.getsockname()[1]
-        services.listening = [endpoints.describe(each) for each in listeners]
-        try:
-            async with trio.open_nursery() as service_nursery:
-                await supervised.start(worker, service_nursery)
-                with trio.CancelScope() as connections:
-
-                    def request_shutdown(now: bool) -> None:
-                        draining.set()
-                        if now:
-                            connections.cancel()
-
-                    services.request_shutdown = request_shutdown
-                    if handle_signals:
-                        await service_nursery.start(_watch_signals, request_shutdown, draining)
-                    async with trio.open_nursery() as connection_nursery:
-                        await connection_nursery.start(listener.serve, listeners, services, worker.dispatcher)
-                        logger.info("listening on %s", ", ".join(services.listening))
-                        task_status.started(Started(worker, services.tcp_port, services.config.unix))
-                        await draining.wait()
-                        grace_s = services.config.grace_s
-                        logger.info("shutting down: up to %g s for %d connections", grace_s, len(services.clients))
-                        connections.deadline = trio.current_time() + grace_s
-                if connections.cancelled_caught:
-                    logger.warning("the grace time is over or a second signal came: open connections were cut")
-                service_nursery.cancel_scope.cancel()
-        finally:
-            for opened in listeners:
-                with trio.CancelScope(deadline=trio.current_time() + 1, shield=True):
-                    await opened.aclose()
-            endpoints.remove_socket(services.config.unix)
+        async with _data_directory(services) as cut_short:
+            await _serve(worker, supervised, cut_short, handle_signals=handle_signals, task_status=task_status)
     finally:
         worker.shut_down()
     logger.info("stopped")
     if supervised.failed is not None:
         raise supervised.failed
+
+
+@asynccontextmanager
+async def _data_directory(services: Services) -> AsyncIterator[trio.Event]:
+    """Reads the data directory, runs its tasks, and closes it at the end.
+
+    The event is set by the body when it was cut short: then no last snapshot is taken. Raises StartupError.
+    Cancellation: what was acknowledged is in the log; the rest of it is written within a deadline.
+    """
+    cut_short = trio.Event()
+    if not services.config.dir:
+        yield cut_short
+        return
+    ledger = services.vstore.ledger
+    data = services.data = open_directory(services.config, services.durable, lambda: ledger.payload_bytes)
+    clean = False
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(data.run)
+            yield cut_short
+            clean = True
+            nursery.cancel_scope.cancel()
+    finally:
+        save = clean and services.save_at_end and not cut_short.is_set()
+        await data.close(save=save, grace_s=services.config.grace_s)
+
+
+async def _serve(
+    worker: Worker,
+    supervised: _Supervisor,
+    cut_short: trio.Event,
+    *,
+    handle_signals: bool,
+    task_status: trio.TaskStatus[Started],
+) -> None:
+    """Listen and serve until drained. See `serve`."""
+    services = worker.services
+    draining = services.draining
+    listeners = await endpoints.open_listeners(services.config)
+    services.tcp_port = listeners[0].socket.getsockname()[1]
+    services.listening = [endpoints.describe(each) for each in listeners]
+    try:
+        async with trio.open_nursery() as service_nursery:
+            await supervised.start(worker, service_nursery)
+            with trio.CancelScope() as connections:
+
+                def request_shutdown(now: bool) -> None:
+                    draining.set()
+                    if now:
+                        cut_short.set()
+                        connections.cancel()
+
+                services.request_shutdown = request_shutdown
+                if handle_signals:
+                    await service_nursery.start(_watch_signals, request_shutdown, draining)
+                async with trio.open_nursery() as connection_nursery:
+                    await connection_nursery.start(listener.serve, listeners, services, worker.dispatcher)
+                    logger.info("listening on %s", ", ".join(services.listening))
+                    task_status.started(Started(worker, services.tcp_port, services.config.unix))
+                    await draining.wait()
+                    grace_s = services.config.grace_s
+                    logger.info("shutting down: up to %g s for %d connections", grace_s, len(services.clients))
+                    connections.deadline = trio.current_time() + grace_s
+            if connections.cancelled_caught:
+                logger.warning("the grace time is over or a second signal came: open connections were cut")
+            service_nursery.cancel_scope.cancel()
+    finally:
+        for opened in listeners:
+            with trio.CancelScope(deadline=trio.current_time() + 1, shield=True):
+                await opened.aclose()
+        endpoints.remove_socket(services.config.unix)
 
 
 @attrs.define(eq=False)

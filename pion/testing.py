@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -123,9 +124,11 @@ def _context(worker: Worker) -> Context:
 
 
 @asynccontextmanager
-async def running_server(config: Config | None = None, clock: Clock | None = None) -> AsyncIterator[Started]:
-    """A server in this process on a free port, stopped at the end of the block."""
-    config = attrs.evolve(config or Config(), port=0)
+async def running_server(
+    config: Config | None = None, clock: Clock | None = None, *, directory: Path | None = None
+) -> AsyncIterator[Started]:
+    """A server in this process on a free port, stopped at the end of the block. It keeps nothing without `directory`."""
+    config = attrs.evolve(config or Config(), port=0, dir=str(directory or ""))
     async with trio.open_nursery() as nursery:
 
         async def run(*, task_status: trio.TaskStatus[Started]) -> None:
@@ -141,6 +144,8 @@ async def running_server(config: Config | None = None, clock: Clock | None = Non
 class ServerProcess:
     """A real `pion-server` process on a free port of the loopback address, as a context manager.
 
+    It keeps nothing on the disk unless `--dir` is among the arguments.
+
     `log` holds what it has written so far. Raises `RuntimeError` with the output if it does not start.
     """
 
@@ -154,8 +159,9 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         port = () if "--port" in self._args else ("--port", "0")
+        directory = () if "--dir" in self._args else ("--dir", "")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pion", "server", *port, *self._args],
+            [sys.executable, "-m", "pion", "server", *port, *directory, *self._args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -357,7 +357,7 @@ async def test_only_a_server_process_raises_the_limit_of_open_files() -> None:
     async with trio.open_nursery() as nursery:
 
         async def run(*, task_status: trio.TaskStatus[Started]) -> None:
-            await serve(Config(port=0), owns_process=True, task_status=task_status)
+            await serve(Config(port=0, dir=""), owns_process=True, task_status=task_status)
 
         started = await nursery.start(run)
         assert started.services.fit_clients is process.raise_descriptor_limit

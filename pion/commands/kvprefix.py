@@ -1,5 +1,5 @@
 """The KV.PREFIX family: prefixes by namespace. Here are the commands that manage them; see also the modules
-`kvprefix_register` and `kvprefix_read`.
+`kvprefix_register`, `kvprefix_read` and `kvprefix_save`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Final
 
 from pion.args import name, show
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.commands import kvprefix_read, kvprefix_register
+from pion.commands import kvprefix_read, kvprefix_register, kvprefix_save
 from pion.commands.kvprefix_register import NS
 from pion.commands.vstore_common import LIST_ARGS, LIST_REPLY, commit, list_page
 from pion.config import Config
@@ -112,6 +112,8 @@ def info_rows(services: Services) -> list[tuple[str, object]]:
         ("evicted", counts.evicted),
         ("expired", counts.expired),
         ("abandoned", counts.abandoned),
+        ("checksum_failures", counts.damaged),
+        ("mapped_bytes", ledger.mapped_bytes),
     ]
 
 
@@ -120,6 +122,7 @@ _ONE: Final = KeySpec(1, 1)
 COMMANDS: Final = (
     *kvprefix_register.COMMANDS,
     *kvprefix_read.COMMANDS,
+    *kvprefix_save.COMMANDS,
     Command(
         name="KV.PREFIX.DROP",
         arity=-2,
@@ -232,5 +235,8 @@ def register_commands(config: Config) -> Sequence[Command]:
 
 @hookimpl
 def register_info(services: Services) -> Sequence[InfoSection]:
-    """The Kvcache section."""
-    return [InfoSection("Kvcache", lambda: info_rows(services))]
+    """The Kvcache and Persistence sections."""
+    return [
+        InfoSection("Kvcache", lambda: info_rows(services)),
+        InfoSection("Persistence", lambda: kvprefix_save.persistence_rows(services)),
+    ]

@@ -12,13 +12,14 @@ import trio
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.kvprefix_register import NS, hash_blob
-from pion.commands.vstore_common import AS_ARG, row_range
+from pion.commands.vstore_common import AS_ARG, row_range, verified
 from pion.context import Context
 from pion.errors import CommandError
-from pion.replies import Blob, Buffer, Reply, Simple, Stream
+from pion.replies import Blob, Buffer, Reply, Simple
 from pion.storage import reading
 from pion.storage.formats import Wire, parse_wire
 from pion.storage.hashes import Membership
+from pion.storage.schema import LayerSpec
 from pion.storage.unit import SIDES, Unit
 
 HIT: Final = Simple("HIT")
@@ -127,8 +128,8 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
             f"{layers} layers on two sides in {len(segments)} segments are {parts} parts, at most "
             f"{reading.FETCH_PARTS_MAX} in one reply; use a RANGE in fewer segments, or V.FETCH"
         )
-    answer = reading.Answer()
-    answers: list[Blob | Stream] = []
+    gathered: list[tuple[LayerSpec, list[reading.Span]]] = []
+    owned: list[tuple[Unit, list[reading.Span]]] = []
     schemas = unit.k_schema, unit.v_schema
     for layer in range(layers):
         for side in SIDES:
@@ -136,8 +137,13 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
             assert schema is not None  # noqa: S101  a visible prefix has both sides
             spans: list[reading.Span] = []
             for owner, first, last in segments:
-                spans += reading.gather(owner, side, layer, first, last)
-            answers.append(answer.part(spans, schema.layer(layer), wire))
+                own = reading.gather(owner, side, layer, first, last)
+                owned.append((owner, own))
+                spans += own
+            gathered.append((schema.layer(layer), spans))
+    await verified(context, owned)
+    answer = reading.Answer()
+    answers = [answer.part(spans, spec, wire) for spec, spans in gathered]
     if not context.session.no_touch:
         store.touch(unit)
     store.fetches += 1

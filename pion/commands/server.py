@@ -51,7 +51,9 @@ async def shutdown(context: Context, argv: list[Buffer]) -> Reply:
     if b"SAVE" in options:
         if b"NOSAVE" in options:
             raise syntax_error()
-        raise CommandError("SHUTDOWN SAVE: this server keeps everything in memory and has no file to save to")
+        if context.services.data is None:
+            raise CommandError("SHUTDOWN SAVE: this server keeps everything in memory and has no file to save to")
+    context.services.save_at_end = b"NOSAVE" not in options
     context.session.closing = True
     context.services.request_shutdown(b"NOW" in options)
     # As in Redis, the closed connection is the answer.
@@ -129,7 +131,7 @@ COMMANDS: Final = (
                 name="save-selector",
                 type=ArgType.ONEOF,
                 optional=True,
-                summary="SAVE is refused while there is nothing to save to",
+                summary="whether to take a last snapshot; SAVE is the default, and refused without a data directory",
                 args=(
                     Arg(name="nosave", type=ArgType.PURE_TOKEN, token="NOSAVE"),
                     Arg(name="save", type=ArgType.PURE_TOKEN, token="SAVE"),

@@ -17,6 +17,8 @@ from pion.config import Config
 from pion.context import InfoSection, Services, Session
 from pion.hookspecs import hookimpl
 from pion.replies import Buffer
+from pion.storage.durable import Durable
+from pion.storage.vstore_log import VStoreLog
 
 STORING: Final = (b"V.STORE", b"V.STOREBATCH")
 """The commands whose payload a pending prefix waits for; the session id is their first argument."""
@@ -28,6 +30,12 @@ COMMANDS: Final = (*vstore_write.COMMANDS, *vstore_read.COMMANDS)
 def register_commands(config: Config) -> Sequence[Command]:
     """The V commands."""
     return COMMANDS
+
+
+@hookimpl
+def register_durable(services: Services) -> Sequence[Durable]:
+    """Sessions and prefixes."""
+    return [VStoreLog(services.vstore)]
 
 
 @hookimpl

@@ -14,6 +14,8 @@ from pion.storage.changes import Change
 from pion.storage.formats import Wire, parse_wire
 from pion.storage.glob import Glob
 from pion.storage.ordered import SortedMap
+from pion.storage.reading import Span
+from pion.storage.region import MappedMemory
 from pion.storage.unit import SUFFIXES, Unit
 
 MAX_ROW_END: Final = 2**31
@@ -94,6 +96,34 @@ async def commit(context: Context, *changes: Change) -> None:
     waits = [waiting for waiting in map(store.commit, changes) if waiting is not None]
     for waiting in waits:
         await waiting
+
+
+async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> None:
+    """Compare what lies in files with its checksum, before its first use; in a thread, as the disk may be slow.
+
+    Raises CommandError if something is damaged, after what it belongs to was dropped.
+    Cancellation: nothing was dropped.
+    """
+    store = context.services.vstore
+    if not store.ledger.mapped_bytes:
+        return
+    doubtful: dict[MappedMemory, Unit] = {}
+    for unit, spans in gathered:
+        for span in spans:
+            memory = span.block.memory
+            if isinstance(memory, MappedMemory) and not memory.verified:
+                doubtful[memory] = unit
+    if not doubtful:
+        return
+    damaged = await context.in_thread(_damaged, list(doubtful))
+    if damaged:
+        for unit in dict.fromkeys(doubtful[memory] for memory in damaged):
+            store.drop_damaged(unit)
+        raise CommandError("no row: its bytes on disk are not what was stored, so it was dropped")
+
+
+def _damaged(memories: Sequence[MappedMemory]) -> list[MappedMemory]:
+    return [memory for memory in memories if not memory.verify()]
 
 
 def list_page(

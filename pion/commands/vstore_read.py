@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Final
 
 from pion.args import integer, word
@@ -18,6 +19,7 @@ from pion.commands.vstore_common import (
     row_range,
     sid_name,
     split_as,
+    verified,
     wrong_arity,
 )
 from pion.context import Context
@@ -48,15 +50,15 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     unit, side = store.session(sid, context.session.id)
     schema = unit.schema(side)
     assert schema is not None  # noqa: S101  session() found it
+    gathered = [reading.gather(unit, side, layer, start, stop) for layer, start, stop in ranges]
+    await verified(context, ((unit, spans) for spans in gathered))
     answer = reading.Answer()
     answers: list[Blob | Stream] = []
     if kind == b"BATCH":
-        for layer, start, stop in ranges:
-            spans = reading.gather(unit, side, layer, start, stop)
+        for (layer, _, _), spans in zip(ranges, gathered, strict=True):
             answers.append(answer.part(spans, schema.layer(layer), wire))
     else:
-        parts = [span for layer, start, stop in ranges for span in reading.gather(unit, side, layer, start, stop)]
-        answers.append(answer.part(parts, schema.layer(ranges[0][0]), wire))
+        answers.append(answer.part([*chain.from_iterable(gathered)], schema.layer(ranges[0][0]), wire))
     if not context.session.no_touch:
         store.touch(unit)
     store.fetches += 1

@@ -74,8 +74,9 @@ class Layer:
         self._ledger = ledger
         ledger.charge(LAYER_COST)
 
-    def store(self, start: int, count: int, payload: Raw) -> int:
+    def store(self, start: int, count: int, payload: Raw | Memory) -> int:
         """Replace rows [start, start + count); returns by how many rows `count` grew. `payload` is taken over."""
+        memory = payload if isinstance(payload, Memory) else Memory(payload, self._ledger)
         stop, width = start + count, self.row_bytes
         low, high = self._overlapped(start, stop)
         kept: list[Block] = []
@@ -92,18 +93,19 @@ class Layer:
             if block.memory.live:
                 cut.append(block.memory)
         position = 1 if kept and kept[0].start < start else 0
-        kept.insert(position, Block(start, stop, Memory(payload, self._ledger), 0))
+        kept.insert(position, Block(start, stop, memory, 0))
         self._splice(low, high, kept)
         grown = count - gone
         self.count += grown
         self._ledger.payload_bytes += grown * width
-        self._merge_around(low + position)
-        for memory in cut:
-            if 0 < memory.live * 2 <= memory.nbytes:
-                if memory.live <= MERGE_BYTES:
-                    self._compact(memory, start, stop)
+        if not memory.mapped:
+            self._merge_around(low + position)
+        for left in cut:
+            if 0 < left.live * 2 <= left.nbytes and not left.mapped:
+                if left.live <= MERGE_BYTES:
+                    self._compact(left, start, stop)
                 else:
-                    self._ledger.put_off(partial(self._compact_piece, ref(memory)), memory)
+                    self._ledger.put_off(partial(self._compact_piece, ref(left)), left)
         return grown
 
     def gather(self, start: int, stop: int) -> list[tuple[Block, int, int]]:
@@ -141,6 +143,15 @@ class Layer:
         self._ledger.payload_bytes -= self.count * self.row_bytes
         self._starts, self._blocks, self.count = [], [], 0
 
+    def move(self, old: Memory, new: Memory, first: int) -> None:
+        """Blocks over `old` become blocks over `new`, which holds the same rows from row `first` on."""
+        width = self.row_bytes
+        for index, block in enumerate(self._blocks):
+            if block.memory is old:
+                size = (block.stop - block.start) * width
+                self._blocks[index] = Block(block.start, block.stop, new, (block.start - first) * width)
+                old.drop(size)
+
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks in token order."""
@@ -161,8 +172,7 @@ class Layer:
         blocks, width = self._blocks, self.row_bytes
         low = high = index
         size = (blocks[index].stop - blocks[index].start) * width
-        before = low > 0 and blocks[low - 1].stop == blocks[low].start
-        behind = high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start
+        before, behind = self._touches(low - 1), self._touches(high)
         # Closing a gap is rare, so it may copy more.
         limit = GAP_BYTES if before and behind else 0
         while before or behind:
@@ -170,14 +180,21 @@ class Layer:
                 other = (blocks[low - 1].stop - blocks[low - 1].start) * width
                 if before := other <= max(size, limit) and size + other <= MERGE_BYTES:
                     low, size = low - 1, size + other
-                    before = low > 0 and blocks[low - 1].stop == blocks[low].start
+                    before = self._touches(low - 1)
             if behind:
                 other = (blocks[high + 1].stop - blocks[high + 1].start) * width
                 if behind := other <= max(size, limit) and size + other <= MERGE_BYTES:
                     high, size = high + 1, size + other
-                    behind = high + 1 < len(blocks) and blocks[high].stop == blocks[high + 1].start
+                    behind = self._touches(high)
         if high > low:
             self._join(low, high + 1)
+
+    def _touches(self, index: int) -> bool:
+        """Whether the blocks at `index` and behind it are adjacent and may be merged."""
+        if not 0 <= index < len(self._blocks) - 1:
+            return False
+        one, two = self._blocks[index], self._blocks[index + 1]
+        return one.stop == two.start and not one.memory.mapped and not two.memory.mapped
 
     def _join(self, low: int, high: int) -> None:
         """Copy the adjacent blocks [low, high) into one block over a buffer of its own."""
@@ -233,4 +250,6 @@ class Layer:
 
     def _joinable(self, index: int, memory: Memory) -> bool:
         block = self._blocks[index]
+        if block.memory.mapped:
+            return False
         return block.memory is memory or (block.stop - block.start) * self.row_bytes * 2 <= MERGE_BYTES

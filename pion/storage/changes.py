@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import attrs
 
-from pion.storage.ledger import Raw
+from pion.storage.ledger import Memory, Raw
 from pion.storage.schema import Schema
 
 
@@ -24,6 +24,8 @@ class Reason(enum.Enum):
     EXPIRED = "expired"
     ABANDONED = "abandoned"
     """A pending registration whose owner left or made no progress."""
+    DAMAGED = "damaged"
+    """Its bytes on disk were not what had been stored."""
 
 
 @attrs.frozen
@@ -59,7 +61,7 @@ class StoreRows:
     layer: int
     start: int
     count: int
-    data: Raw = attrs.field(repr=False)
+    data: Raw | Memory = attrs.field(repr=False)
     owner: int = 0
     """Connection that stores; 0 is nobody (replay)."""
 
@@ -100,9 +102,10 @@ class DropPrefix:
 
 @attrs.frozen
 class EvictSession:
-    """A session that belongs to no prefix made room for another."""
+    """A session that belongs to no prefix made room for another, or was damaged."""
 
     sid: bytes
+    reason: Reason = Reason.EVICTED
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""Where changes go after they were applied: the place behind which a log is put."""
+"""Where the store's changes go after they were applied: the place behind which the log is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pion.storage.changes import Change
 class Journal(Protocol):
     """Takes every change in the order in which it was applied."""
 
-    def append(self, change: Change) -> Awaitable[None] | None:
-        """Queue one change; can't block and can't fail.
+    def check(self) -> None:
+        """Raises MisconfError while changes that a client asks for are refused."""
+
+    def append(self, change: Change, *, created: bool) -> Awaitable[None] | None:
+        """Queue one change; can't block and can't fail. `created` says that it made a session that was not there.
 
         What it returns is awaited by the handler before it replies; cancelling that wait does not undo the change. It
         may also be thrown away (an eviction waits with the change that needed it, an expiry is awaited by nobody), so
@@ -29,5 +32,8 @@ class NullJournal:
 
     size_bytes = 0
 
-    def append(self, change: Change) -> None:
+    def check(self) -> None:
+        """Nothing can fail."""
+
+    def append(self, change: Change, *, created: bool) -> None:
         """Forget the change."""

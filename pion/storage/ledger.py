@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import attrs
 import numpy as np
@@ -45,11 +45,14 @@ PENDING_COST: Final = 416
 
 @attrs.frozen
 class LedgerStatistics:
-    """Bytes: `payload` of rows that can be fetched, `charged` in all, `sending` held by unfinished replies only."""
+    """Bytes: `payload` of rows that can be fetched, `charged` in memory in all, `sending` held by unfinished replies
+    only, `mapped` of rows that lie in files.
+    """
 
     payload_bytes: int
     charged_bytes: int
     sending_bytes: int
+    mapped_bytes: int
 
 
 class Ledger:
@@ -59,7 +62,17 @@ class Ledger:
     conversion thread; such a release is queued (a deque's append is atomic) and counted at the next reading.
     """
 
-    __slots__ = ("_charged", "_elsewhere", "_later", "_sending", "_thread", "freed_bytes", "payload_bytes")
+    __slots__ = (
+        "_charged",
+        "_elsewhere",
+        "_later",
+        "_mapped",
+        "_sending",
+        "_thread",
+        "_unmapped",
+        "freed_bytes",
+        "payload_bytes",
+    )
 
     def __init__(self) -> None:
         self._thread = get_ident()
@@ -67,6 +80,8 @@ class Ledger:
         self._later: deque[Callable[[], bool]] = deque()
         self._charged = 0
         self._sending = 0
+        self._mapped = 0
+        self._unmapped: deque[int] = deque()
         self.payload_bytes = 0
         self.freed_bytes = 0
         """Payload released since the reaper last gave memory back to the system."""
@@ -102,6 +117,14 @@ class Ledger:
         else:
             self._elsewhere.append((nbytes, detached))
 
+    def map(self, nbytes: int) -> None:
+        """Count a payload that lies in a mapped file: not charged, as the system can take its pages back."""
+        self._mapped += nbytes
+
+    def unmap(self, nbytes: int) -> None:
+        """Count one less. May be called from any thread."""
+        self._unmapped.append(nbytes)
+
     def _release(self, nbytes: int, detached: bool) -> None:
         self._charged -= nbytes
         self.freed_bytes += nbytes
@@ -124,9 +147,16 @@ class Ledger:
         self._settle()
         return self._sending
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Payload that lies in mapped files, held by the store or by a reply."""
+        while self._unmapped:
+            self._mapped -= self._unmapped.popleft()
+        return self._mapped
+
     def statistics(self) -> LedgerStatistics:
         """The counters now."""
-        return LedgerStatistics(self.payload_bytes, self.charged_bytes, self.sending_bytes)
+        return LedgerStatistics(self.payload_bytes, self.charged_bytes, self.sending_bytes, self.mapped_bytes)
 
 
 class Memory:
@@ -134,13 +164,19 @@ class Memory:
 
     __slots__ = ("__weakref__", "_ledger", "buffer", "detached", "live", "nbytes", "queued")
 
+    mapped: ClassVar[bool] = False
+    """Lies in a file: it is neither merged nor copied to save memory."""
+
     def __init__(self, buffer: Raw, ledger: Ledger) -> None:
         self.buffer = buffer
         self.nbytes = self.live = len(buffer)
         self.detached = False
         self.queued = False
         self._ledger = ledger
-        ledger.hold(self.nbytes)
+        self._hold()
+
+    def _hold(self) -> None:
+        self._ledger.hold(self.nbytes)
 
     def drop(self, nbytes: int) -> None:
         """`nbytes` of it are no longer in a table."""

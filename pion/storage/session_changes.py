@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pion.args import show
 from pion.errors import BusyError, CommandError, ExistsError
-from pion.storage.changes import CreateSession, DropSession, EvictSession, Reason, StoreRows
+from pion.storage.changes import CreateSession, DropSession, EvictSession, StoreRows
 from pion.storage.ledger import UNIT_COST
 from pion.storage.schema import Schema
 from pion.storage.unit import K, Rows, Side, Unit, split_sid
@@ -213,4 +213,4 @@ def apply_evict(store: VStore, change: EvictSession) -> None:
     unit = store.lone[change.sid]
     remove_side(store, unit, K)
     remove_unit(store, unit)
-    store.dropped[Reason.EVICTED] += 1
+    store.dropped[change.reason] += 1

@@ -13,6 +13,7 @@ Invariants, which tests/storage/test_machine.py checks after every step:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
@@ -43,6 +44,8 @@ from pion.storage.ordered import SortedMap
 from pion.storage.prefix_index import PrefixIndex
 from pion.storage.unit import SIDES, K, Side, Unit, split_sid
 
+logger = logging.getLogger("pion.storage")
+
 MOST_SESSIONS: Final = 2
 """Sessions that one change can need: both sides of a prefix."""
 
@@ -68,6 +71,7 @@ class VStoreStatistics:
     evicted: int
     expired: int
     abandoned: int
+    damaged: int
 
 
 def no_session(sid: bytes) -> CommandError:
@@ -112,6 +116,9 @@ class VStore:
         self.registrations = 0
         """Units made since the reaper last looked."""
         self.dropped: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.checksum_failures = 0
+        self.before_change: Callable[[Change], None] | None = None
+        """Told of each change before it is made, while a snapshot is taken."""
         self._expiries: list[tuple[float, int, Unit]] = []
         self._expiring = 0
 
@@ -195,6 +202,8 @@ class VStore:
         changed.
         """
         check, apply, need = _RULES[type(change)]
+        if not is_internal(change):
+            self.journal.check()
         if need is not None and self.sessions + MOST_SESSIONS > self.config.max_sessions:
             # What is over goes before what is merely old; before the check, so that it sees what is left.
             self.drop_expired(EXPIRED_FIRST)
@@ -202,8 +211,25 @@ class VStore:
         if need is not None:
             sessions, protected = need(self, change)
             self._make_room(sessions, protected)
+        if self.before_change is not None:
+            self.before_change(change)
+        sessions_before = self.sessions
         apply(self, change)
-        return self.journal.append(change)
+        return self.journal.append(change, created=self.sessions > sessions_before)
+
+    def drop_unit(self, unit: Unit, reason: Reason) -> None:
+        """Drop a prefix or a lone session with all that continues it, if it is still there."""
+        if unit.lone:
+            if self.lone.get(unit.name) is unit:
+                self.commit(EvictSession(unit.name, reason))
+        elif self.prefixes.get(unit.name) is unit:
+            self.commit(DropPrefix(unit.name, reason))
+
+    def drop_damaged(self, unit: Unit) -> None:
+        """Drop a unit whose bytes on disk are not what was stored: a miss, never data."""
+        logger.error("%s: a checksum failed, dropped", show(unit.name))
+        self.checksum_failures += 1
+        self.drop_unit(unit, Reason.DAMAGED)
 
     def replay(self, change: Change) -> None:
         """Apply a change from the journal: no checks, no evictions, nothing is journalled."""
@@ -213,7 +239,7 @@ class VStore:
         """Drop the registrations that were pending when the records ended; their owners are gone."""
         for units in list(self.pending.values()):
             for unit in list(units):
-                self.replay(DropPrefix(unit.name, Reason.ABANDONED))
+                self.commit(DropPrefix(unit.name, Reason.ABANDONED))
 
     def _make_room(self, sessions: int, protected: set[Unit]) -> None:
         excess = self.sessions + sessions - self.config.max_sessions
@@ -229,7 +255,7 @@ class VStore:
 
     def evict(self, unit: Unit) -> None:
         """Drop an evictable unit to make room."""
-        self.commit(EvictSession(unit.name) if unit.lone else DropPrefix(unit.name, Reason.EVICTED))
+        self.drop_unit(unit, Reason.EVICTED)
 
     # Time: called by the reaper, and on access.
 
@@ -331,7 +357,16 @@ class VStore:
             evicted=self.dropped[Reason.EVICTED],
             expired=self.dropped[Reason.EXPIRED],
             abandoned=self.dropped[Reason.ABANDONED],
+            damaged=self.checksum_failures,
         )
+
+
+def is_internal(change: Change) -> bool:
+    """Whether the store makes the change by itself: an eviction, an expiry, an end of what can't be completed.
+
+    It is made even while the log can't be written, as after a restart it would be made again.
+    """
+    return type(change) is EvictSession or (type(change) is DropPrefix and change.reason is not Reason.COMMAND)
 
 
 _Rule = tuple[

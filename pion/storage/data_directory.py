@@ -1,0 +1,242 @@
+"""One worker's durable state: its directory, its log and its snapshots, from start to end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+
+from pion.config import MIB, Config
+from pion.errors import CommandError, StartupError
+from pion.storage.disk import DirectoryLock, Disk, RealDisk
+from pion.storage.durable import MAX_FAMILY_BYTES, Durable
+from pion.storage.recovery import Found, load
+from pion.storage.snapshot import SnapshotStatistics, Snapshotter
+from pion.storage.wal import Log, Sync, WalStatistics
+
+logger = logging.getLogger("pion.wal")
+
+LOCK_NAME: Final = "pion.lock"
+
+LOG_FREE_BYTES: Final = 512 * MIB
+"""A log up to this size is never a reason for a snapshot: it is replayed in a fraction of a second."""
+
+RETRY_S: Final = 60.0
+"""Pause after a snapshot that failed by itself, before the next one."""
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The disk is full: what is stored can still be served."""
+
+
+@attrs.frozen
+class DataStatistics:
+    """What INFO shows of the directory."""
+
+    directory: str
+    wal: WalStatistics
+    snapshot: SnapshotStatistics
+    replayed_records: int
+    cut_bytes: int
+    load_seconds: float
+
+
+class DataDirectory:
+    """Opened by `open_directory`; then `run`, then `close`."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        families: Sequence[Durable],
+        found: Found,
+        log: Log,
+        *,
+        limit_bytes: Callable[[], int],
+        payload_bytes: Callable[[], int],
+        lock: DirectoryLock | None = None,
+        load_seconds: float = 0.0,
+    ) -> None:
+        self.log = log
+        self.found = found
+        self._disk = disk
+        self._lock = lock
+        self._load_seconds = load_seconds
+        self._limit_bytes = limit_bytes
+        self._grown = trio.Event()
+        self._families = [*families, *found.dormant.values()]
+        self.snapshots = Snapshotter(disk, 0, found.position.lineage, log, self._families)
+        self.snapshots.payload_bytes = payload_bytes
+        self._saved_sequence = found.snapshot.identity.covers if found.snapshot else 0
+
+    def statistics(self) -> DataStatistics:
+        """The counters now."""
+        return DataStatistics(
+            self._disk.where,
+            self.log.statistics(),
+            self.snapshots.statistics(),
+            self.found.records,
+            self.found.cut_bytes,
+            self._load_seconds,
+        )
+
+    async def admit(self) -> None:
+        """Before a command that changes state: waits while the log's queue is full. Raises MisconfError.
+
+        Cancellation: nothing happened.
+        """
+        self.log.check()
+        if self.log.crowded:
+            await self.log.room()
+
+    async def save(self, path: str | None = None) -> None:
+        """Take a snapshot now. Raises as `Snapshotter.take`, and takes cancellation like it."""
+        sequence = self.log.sequence
+        await self.snapshots.take(path)
+        self._saved_sequence = max(self._saved_sequence, sequence)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Begin a segment, write the log, and take a snapshot whenever the log has outgrown its limit.
+
+        Raises StartupError, before it has started, when the directory can't be written.
+        Cancellation: what is being written is finished; `close` does the rest.
+        """
+        try:
+            await self.log.open()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise StartupError(f"--dir {self._disk.where}: can't write the log: {error.strerror}") from error
+            self.log.refuse(error)
+        for family in self._families:
+            family.log = self.log
+            family.finish_replay()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.log.run)
+            self.log.on_growth = self._note_growth
+            task_status.started()
+            await self._save_when_grown()
+
+    def _note_growth(self) -> None:
+        if self.log.size_bytes > self._limit_bytes():
+            self._grown.set()
+
+    async def _save_when_grown(self) -> None:
+        while True:
+            await self._grown.wait()
+            self._grown = trio.Event()
+            if self.log.size_bytes <= self._limit_bytes() or self.log.broken:
+                continue
+            try:
+                await self.save()
+            except CommandError as error:
+                logger.error("the log is %d MiB long and stays: %s", self.log.size_bytes // MIB, error)
+                await trio.sleep(RETRY_S)
+
+    async def close(self, *, save: bool, grace_s: float) -> None:
+        """Write what is queued; take a snapshot if there is something new in the log and `save`; release the directory.
+
+        Cancellation: shielded, with `grace_s` for the snapshot and a deadline for the rest.
+        """
+        if save and self.log.sequence > self._saved_sequence and not self.log.broken:
+            with trio.CancelScope(deadline=trio.current_time() + grace_s, shield=True) as scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.log.run)
+                    try:
+                        await self.save()
+                    except CommandError as error:
+                        logger.warning("no snapshot at the end: %s; the log has everything", error)
+                    nursery.cancel_scope.cancel()
+            if scope.cancelled_caught:
+                logger.warning("the time for a last snapshot is over; the log has everything")
+        await self.log.close()
+        if self._lock is not None:
+            self._lock.release()
+
+
+def open_directory(config: Config, families: Sequence[Durable], payload_bytes: Callable[[], int]) -> DataDirectory:
+    """Lock the directory of `--dir`, made if need be, and read it into the families. Blocks.
+
+    Raises StartupError.
+    """
+    path = Path(config.dir)
+    check_families(families)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = DirectoryLock(path / LOCK_NAME)
+    except BlockingIOError as error:
+        raise StartupError(
+            f"--dir {path} is {error}; one server per directory: stop that one, or give this one another --dir"
+        ) from error
+    except OSError as error:
+        raise StartupError(
+            f"--dir {path}: {error.strerror}; it must be a directory that this user may write"
+        ) from error
+    try:
+        return open_disk(RealDisk(path), config, families, payload_bytes, lock)
+    except OSError as error:
+        lock.release()
+        raise StartupError(f"--dir {path}: can't be read: {error.strerror}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def open_disk(
+    disk: Disk,
+    config: Config,
+    families: Sequence[Durable],
+    payload_bytes: Callable[[], int],
+    lock: DirectoryLock | None = None,
+) -> DataDirectory:
+    """Read a disk into the families. Blocks. Raises StartupError, OSError."""
+    began = time.monotonic()
+    found = load(disk, 0, families)
+    log = Log(
+        disk,
+        0,
+        found.position,
+        Sync(config.wal_sync),
+        queue_bytes=config.wal_queue_bytes,
+        segments=found.sizes(),
+    )
+    seconds = time.monotonic() - began
+    if found.snapshot is not None or found.records:
+        logger.info(
+            "%s: snapshot %s, %d records of the log replayed, in %.2f s",
+            disk.where,
+            "read" if found.snapshot is not None else "not there",
+            found.records,
+            seconds,
+        )
+
+    def limit_bytes() -> int:
+        return max(LOG_FREE_BYTES, int(config.wal_limit * payload_bytes()))
+
+    return DataDirectory(
+        disk,
+        families,
+        found,
+        log,
+        limit_bytes=limit_bytes,
+        payload_bytes=payload_bytes,
+        lock=lock,
+        load_seconds=seconds,
+    )
+
+
+def check_families(families: Sequence[Durable]) -> None:
+    """Names must be short, plain and different. Raises StartupError."""
+    seen: set[str] = set()
+    for family in families:
+        name = family.family
+        if not (name.isascii() and 0 < len(name) <= MAX_FAMILY_BYTES):
+            raise StartupError(
+                f"a durable family's name must be 1 to {MAX_FAMILY_BYTES} ASCII characters, got {name!r}"
+            )
+        if name in seen:
+            raise StartupError(f"two plugins keep state as {name!r}; each needs a name of its own")
+        seen.add(name)

@@ -1,0 +1,193 @@
+"""The log's files, byte by byte: a header, then records behind one another. Pure: bytes in, bytes out.
+
+`docs/reference/log-format.md` is the description for readers of the files. All numbers are little-endian.
+
+Every checksum is an XXH3-64 seeded with the segment's random salt, so bytes that a client stores can't pass for a
+record, and a record of another segment can't pass for one of this.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+import xxhash
+
+from pion.replies import Buffer
+from pion.storage.durable import Record
+from pion.storage.region import PIECE_BYTES
+
+MAGIC: Final = b"PIONLOG\0"
+VERSION: Final = 1
+MARKER: Final = b"\xabPr\xec"
+"""Starts each record: a search for what follows a damaged one can skip quickly."""
+
+_SEGMENT: Final = struct.Struct("<8sIIQQQ16s40s24x")
+_CHECKSUM: Final = struct.Struct("<Q")
+SEGMENT_BYTES: Final = _SEGMENT.size + _CHECKSUM.size
+"""The length of a segment's header."""
+
+_RECORD: Final = struct.Struct("<4sIQQQQ")
+RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
+"""The length of a record's header."""
+
+MAX_META_BYTES: Final = 2**32 - 1
+
+
+class FormatError(Exception):
+    """The header of a segment is not one, or is of a version that this program doesn't know."""
+
+
+@attrs.frozen(kw_only=True)
+class SegmentHeader:
+    """What a segment says of itself."""
+
+    worker: int
+    number: int
+    """Segments of a directory are numbered upwards, without gaps."""
+    first: int
+    """Sequence number of its first record."""
+    salt: int
+    lineage: bytes
+    """16 random bytes that all files of one directory share."""
+    boot: str
+    """The run of the machine in which it was written; empty if unknown."""
+
+    def to_bytes(self) -> bytes:
+        """The header as it is in the file."""
+        head = _SEGMENT.pack(
+            MAGIC, VERSION, self.worker, self.number, self.first, self.salt, self.lineage, self.boot.encode()[:40]
+        )
+        return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+    @staticmethod
+    def parse(data: memoryview) -> SegmentHeader:
+        """Read a header. Raises FormatError, with a text for the operator."""
+        head = bytes(data[:SEGMENT_BYTES])
+        if head[:8] != MAGIC:
+            raise FormatError("it does not begin as a log segment does")
+        version = int.from_bytes(head[8:12], "little")
+        if version != VERSION:
+            raise FormatError(f"it is of format version {version}, and this program knows {VERSION}")
+        if len(head) < SEGMENT_BYTES:
+            raise FormatError("its header is cut off")
+        if xxhash.xxh3_64_intdigest(head[: _SEGMENT.size]) != _CHECKSUM.unpack_from(head, _SEGMENT.size)[0]:
+            raise FormatError("its header is damaged")
+        _, _, worker, number, first, salt, lineage, boot = _SEGMENT.unpack_from(head)
+        return SegmentHeader(
+            worker=worker,
+            number=number,
+            first=first,
+            salt=salt,
+            lineage=lineage,
+            boot=boot.rstrip(b"\0").decode("ascii", "replace"),
+        )
+
+
+@attrs.frozen
+class Entry:
+    """A record whose header and meta are intact. Its data has not been looked at."""
+
+    start: int
+    """Where its header begins."""
+    sequence: int
+    durable: int
+    """All records up to this sequence number were on stable storage when it was written."""
+    family: str
+    meta: bytes = attrs.field(repr=False)
+    data_start: int
+    data_bytes: int
+    data_checksum: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.data_start + self.data_bytes
+
+
+def digest(buffer: Buffer, seed: int) -> int:
+    """XXH3-64, a piece at a time so that other threads get the interpreter meanwhile."""
+    if len(buffer) <= PIECE_BYTES:
+        return xxhash.xxh3_64_intdigest(buffer, seed)
+    state = xxhash.xxh3_64(seed=seed)
+    view = memoryview(buffer)
+    for start in range(0, len(view), PIECE_BYTES):
+        state.update(view[start : start + PIECE_BYTES])
+    return state.intdigest()
+
+
+def encode(family: str, record: Record, sequence: int, durable: int, salt: int) -> tuple[list[Buffer], int]:
+    """The buffers of one record as they are written, and their length. `data` is not copied."""
+    name = family.encode("ascii")
+    meta = bytes((len(name),)) + name + record.meta
+    data: Buffer = b"" if record.data is None else memoryview(record.data)  # type: ignore[arg-type]
+    # A record without data has no data checksum to find; its own sequence number keeps the field from being constant.
+    checksum = digest(data, salt ^ sequence)
+    head = _RECORD.pack(MARKER, len(meta), len(data), sequence, durable, checksum)
+    head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + meta, salt))
+    size = len(head) + len(meta) + len(data)
+    return ([head + meta, data] if len(data) else [head + meta]), size
+
+
+def decode(data: memoryview, start: int, salt: int) -> Entry | None:
+    """The record that begins at `start`; None if none does, or not all of it is there."""
+    if start + RECORD_BYTES > len(data):
+        return None
+    marker, meta_bytes, data_bytes, sequence, durable, checksum = _RECORD.unpack_from(data, start)
+    meta_start = start + RECORD_BYTES
+    data_start = meta_start + meta_bytes
+    if marker != MARKER or data_start + data_bytes > len(data) or not meta_bytes:
+        return None
+    meta = bytes(data[meta_start:data_start])
+    head = bytes(data[start : start + _RECORD.size])
+    if xxhash.xxh3_64_intdigest(head + meta, salt) != _CHECKSUM.unpack_from(data, start + _RECORD.size)[0]:
+        return None
+    name = meta[1 : 1 + meta[0]]
+    return Entry(start, sequence, durable, name.decode("ascii"), meta[1 + meta[0] :], data_start, data_bytes, checksum)
+
+
+def data_intact(data: memoryview, entry: Entry, salt: int) -> bool:
+    """Whether a record's data is what was written; reads all of it."""
+    return digest(data[entry.data_start : entry.stop], salt ^ entry.sequence) == entry.data_checksum
+
+
+def scan(data: memoryview, header: SegmentHeader) -> Iterator[Entry]:
+    """The records from the first on, up to the first place where none with the next number begins."""
+    position, expected = SEGMENT_BYTES, header.first
+    while (entry := decode(data, position, header.salt)) is not None and entry.sequence == expected:
+        yield entry
+        position, expected = entry.stop, expected + 1
+
+
+def search(data: memoryview, start: int, salt: int) -> Iterator[Entry]:
+    """Every intact record header that begins at or behind `start`, whatever lies between."""
+    position = start
+    window = memoryview(data)
+    while True:
+        found = _find(window, MARKER, position)
+        if found < 0:
+            return
+        entry = decode(data, found, salt)
+        if entry is not None:
+            yield entry
+            position = entry.stop
+        else:
+            position = found + 1
+
+
+_WINDOW_BYTES: Final = 1 << 20
+
+
+def _find(data: memoryview, what: bytes, start: int) -> int:
+    """`bytes.find` in a mapped file, without reading all of it at once."""
+    while start < len(data):
+        piece = bytes(data[start : start + _WINDOW_BYTES])
+        found = piece.find(what)
+        if found >= 0:
+            return start + found
+        if start + len(piece) >= len(data):
+            return -1
+        start += len(piece) - len(what) + 1
+    return -1

@@ -1,0 +1,302 @@
+"""Reading a data directory: the snapshot, then the log behind it, and what to do about damage.
+
+The rules, which `docs/discussion/durability.md` explains to operators:
+
+- A record that can't be read ends the log if nothing valid follows it: the tail of a write that was under way (a torn
+  tail). It is cut and reported.
+- If valid records follow, something that had been written is damaged, and the start is refused. One exception: the
+  machine was off since, and no later record says that the damaged one had been flushed. Then it is what a power cut
+  does to bytes that were not flushed, in whatever order the system had written them: cut, too.
+- Large data is not read. Its record's header vouches for its checksum, and the first use compares. Data that a power
+  cut may have hit is read, as it decides where the log ends.
+- A segment says in its header which record it begins with. What an older segment has from that number on was never
+  acknowledged, and is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import attrs
+
+from pion.config import KIB
+from pion.errors import StartupError
+from pion.storage import records, snapshot_format
+from pion.storage.disk import Disk
+from pion.storage.disk import Mapping as DiskMapping
+from pion.storage.durable import Dormant, Durable
+from pion.storage.records import SEGMENT_BYTES, Entry, SegmentHeader
+from pion.storage.region import Region
+from pion.storage.snapshot import TEMPORARY
+from pion.storage.snapshot_format import Snapshot
+from pion.storage.wal import Position, Segment, segment_name, segment_number, snapshot_name
+
+logger = logging.getLogger("pion.wal")
+
+READ_AT_START_BYTES: Final = 64 * KIB
+"""Data of a log record below this is compared with its checksum at the start; longer data at its first use."""
+
+
+class DamagedFileError(StartupError):
+    """A file of the data directory can't be trusted. The text says where, and what to do."""
+
+    def __init__(self, disk: Disk, name: str, what: str) -> None:
+        super().__init__(
+            f"{disk.where}/{name}: {what}. Put a good copy back, or look with: pion check {disk.where}, "
+            f"then set the damaged part aside with: pion repair {disk.where}"
+        )
+        self.name = name
+        self.what = what
+
+
+@attrs.frozen
+class OpenSegment:
+    """A segment whose header was read."""
+
+    name: str
+    header: SegmentHeader
+    mapping: DiskMapping
+
+    def region(self, entry: Entry) -> Region | None:
+        """Where the data of one of its records lies."""
+        if not entry.data_bytes:
+            return None
+        seed = self.header.salt ^ entry.sequence
+        return Region(self.mapping, entry.data_start, entry.data_bytes, entry.data_checksum, seed)
+
+
+@attrs.define
+class Found:
+    """What a directory holds for one worker, and how it was read."""
+
+    snapshot: Snapshot | None = None
+    snapshot_mapping: DiskMapping | None = None
+    segments: list[OpenSegment] = attrs.field(factory=list)
+    unreadable: list[str] = attrs.field(factory=list)
+    """Segments without a whole header and without records: their making was cut off."""
+    cut_bytes: int = 0
+    """Bytes of records that were not complete."""
+    cut_at: str = ""
+    records: int = 0
+    """Records replayed from the log."""
+    dormant: dict[str, Dormant] = attrs.field(factory=dict)
+    """Families whose plugin is not loaded."""
+    position: Position = attrs.field(factory=lambda: Position(1, 1, b""))
+
+    def sizes(self) -> Mapping[int, Segment]:
+        """The segments for `Log`."""
+        return {each.header.number: Segment(each.header.first, len(each.mapping.view)) for each in self.segments}
+
+
+def find(disk: Disk, worker: int) -> Found:
+    """Open the files of one worker and check their headers. Blocks. Raises DamagedFileError, OSError."""
+    found = Found()
+    name = snapshot_name(worker)
+    if disk.exists(name):
+        mapping = disk.map(name)
+        try:
+            snapshot = snapshot_format.parse(mapping.view)
+        except snapshot_format.FormatError as error:
+            raise DamagedFileError(disk, name, str(error)) from error
+        if snapshot.identity.worker != worker:
+            raise DamagedFileError(disk, name, f"it belongs to worker {snapshot.identity.worker}")
+        found.snapshot, found.snapshot_mapping = snapshot, mapping
+    numbers = sorted(number for each in disk.names() if (number := segment_number(worker, each)) is not None)
+    for number in numbers:
+        name = segment_name(worker, number)
+        mapping = disk.map(name)
+        try:
+            header = SegmentHeader.parse(mapping.view)
+        except records.FormatError as error:
+            if len(mapping.view) <= SEGMENT_BYTES and number == numbers[-1]:
+                found.unreadable.append(name)
+                continue
+            raise DamagedFileError(disk, name, str(error)) from error
+        if (header.worker, header.number) != (worker, number):
+            raise DamagedFileError(disk, name, f"it is segment {header.number} of worker {header.worker}")
+        found.segments.append(OpenSegment(name, header, mapping))
+    _check_lineage(disk, found)
+    next_number = numbers[-1] + 1 if numbers else 1
+    lineage = found.snapshot.identity.lineage if found.snapshot else None
+    if lineage is None:
+        lineage = found.segments[0].header.lineage if found.segments else secrets.token_bytes(16)
+    covers = found.snapshot.identity.covers if found.snapshot else 0
+    found.position = Position(next_number, covers + 1, lineage)
+    return found
+
+
+def _check_lineage(disk: Disk, found: Found) -> None:
+    """All files must come from one history."""
+    known = found.snapshot.identity.lineage if found.snapshot else None
+    for segment in found.segments:
+        if known is not None and segment.header.lineage != known:
+            raise DamagedFileError(disk, segment.name, "it comes from another data directory than the files before it")
+        known = segment.header.lineage
+
+
+@attrs.frozen
+class Step:
+    """A record to replay, and where its data lies."""
+
+    family: str
+    meta: bytes
+    data: Region | None
+    place: str
+
+
+def snapshot_steps(found: Found) -> Iterator[Step]:
+    """The snapshot's records in order. Raises snapshot_format.FormatError."""
+    if found.snapshot is None or found.snapshot_mapping is None:
+        return
+    mapping = found.snapshot_mapping
+    for index, entry in enumerate(found.snapshot.entries()):
+        data = Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.start) if entry.nbytes else None
+        yield Step(entry.family, entry.meta, data, f"record {index} of its table")
+
+
+class LogReader:
+    """Walks the records of all segments from `first` on, and decides where the log ends."""
+
+    def __init__(self, disk: Disk, segments: Sequence[OpenSegment], first: int) -> None:
+        self._disk = disk
+        self._segments = segments
+        self.next = first
+        """Number of the record that comes next."""
+        self.cut_bytes = 0
+        self.cut_at = ""
+
+    def steps(self) -> Iterator[tuple[OpenSegment, Entry]]:
+        """The records in order. Raises DamagedFileError."""
+        segments = self._segments
+        flushed: int | None = None
+        for index, segment in enumerate(segments):
+            later = segments[index + 1 :]
+            limit = min((each.header.first for each in later), default=2**64)
+            if segment.header.first >= limit:
+                continue  # all of it was given up by a later one
+            if segment.header.first > self.next:
+                raise DamagedFileError(
+                    self._disk,
+                    segment.name,
+                    f"it begins with record {segment.header.first}, but the files before it end with "
+                    f"{self.next - 1}: one is missing, or older than it should be",
+                )
+            position = SEGMENT_BYTES
+            trusted = 2**64
+            if self._may_be_torn(segment):
+                flushed = _flushed(segments) if flushed is None else flushed
+                trusted = flushed
+            for entry in records.scan(segment.mapping.view, segment.header):
+                if entry.sequence >= limit or not self._intact(segment, entry, trusted):
+                    break
+                position = entry.stop
+                if entry.sequence >= self.next:
+                    yield segment, entry
+                    self.next = entry.sequence + 1
+            if self.next >= limit:
+                continue
+            if position < len(segment.mapping.view) or later:
+                self._end(segment, position, later)
+                return
+
+    def _may_be_torn(self, segment: OpenSegment) -> bool:
+        """Whether the machine may have lost power since the segment was written."""
+        return not segment.header.boot or segment.header.boot != self._disk.boot_id()
+
+    def _intact(self, segment: OpenSegment, entry: Entry, trusted: int) -> bool:
+        """Whether a record's data may be used; long data that can't be torn is looked at when it is used."""
+        if not entry.data_bytes or (entry.sequence <= trusted and entry.data_bytes >= READ_AT_START_BYTES):
+            return True
+        region = segment.region(entry)
+        return region is None or region.verify()
+
+    def _end(self, segment: OpenSegment, position: int, later: Sequence[OpenSegment]) -> None:
+        """The log can't be read on from here: cut it, or refuse."""
+        view, number = segment.mapping.view, self.next
+        following = [
+            entry for entry in records.search(view, position + 1, segment.header.salt) if entry.sequence > number
+        ]
+        for each in later:
+            following += records.scan(each.mapping.view, each.header)
+        flushed = any(entry.durable >= number for entry in following)
+        if following and (flushed or not self._may_be_torn(segment)):
+            raise DamagedFileError(
+                self._disk,
+                segment.name,
+                f"record {number} at byte {position} is damaged, and valid records follow, up to number "
+                f"{max(entry.sequence for entry in following)}",
+            )
+        self.cut_bytes = len(view) - position + sum(len(each.mapping.view) - SEGMENT_BYTES for each in later)
+        self.cut_at = f"{segment.name} at byte {position}"
+
+
+def _flushed(segments: Sequence[OpenSegment]) -> int:
+    """The highest number up to which any record says that all are on stable storage; also one behind a damaged one."""
+    highest = 0
+    for segment in segments:
+        position = SEGMENT_BYTES
+        for entry in records.scan(segment.mapping.view, segment.header):
+            highest, position = max(highest, entry.durable), entry.stop
+        if position < len(segment.mapping.view):
+            for entry in records.search(segment.mapping.view, position + 1, segment.header.salt):
+                highest = max(highest, entry.durable)
+    return highest
+
+
+def load(
+    disk: Disk,
+    worker: int,
+    families: Sequence[Durable],
+    progress: Callable[[int], None] = lambda records: None,
+) -> Found:
+    """Read a directory into the families, which must be empty; `finish_replay` is left to the caller. Blocks.
+
+    Raises DamagedFileError or OSError; then the families are in an unknown state.
+    """
+    found = find(disk, worker)
+    owners: dict[str, Durable] = {family.family: family for family in families}
+    for step in snapshot_steps(found):
+        _replay(disk, snapshot_name(worker), owners, found, step)
+    reader = LogReader(disk, found.segments, found.position.sequence)
+    for segment, entry in reader.steps():
+        step = Step(entry.family, entry.meta, segment.region(entry), f"record {entry.sequence} at byte {entry.start}")
+        _replay(disk, segment.name, owners, found, step)
+        found.records += 1
+        if not found.records % 10_000:
+            progress(found.records)
+    found.cut_bytes, found.cut_at = reader.cut_bytes, reader.cut_at
+    found.position = attrs.evolve(found.position, sequence=reader.next)
+    if found.cut_bytes:
+        logger.warning(
+            "%s: the log ended in the middle of a record, at %s: %d bytes were cut, which nobody was told were stored",
+            disk.where,
+            found.cut_at,
+            found.cut_bytes,
+        )
+    _tidy(disk, worker, found)
+    return found
+
+
+def _replay(disk: Disk, name: str, owners: dict[str, Durable], found: Found, step: Step) -> None:
+    owner = owners.get(step.family)
+    if owner is None:
+        owner = owners[step.family] = found.dormant[step.family] = Dormant(step.family)
+        logger.warning("%s: the plugin that keeps %r is not loaded; its records are kept", disk.where, step.family)
+    try:
+        owner.replay(step.meta, step.data)
+    except ValueError as error:
+        raise DamagedFileError(disk, name, f"{step.place}, of {step.family}, makes no sense: {error}") from error
+
+
+def _tidy(disk: Disk, worker: int, found: Found) -> None:
+    """Remove what an interrupted snapshot or segment left behind."""
+    for name in [snapshot_name(worker) + TEMPORARY, *found.unreadable]:
+        if disk.exists(name):
+            logger.info("%s: removing %s, which was never finished", disk.where, name)
+            try:
+                disk.unlink(name)
+            except OSError as error:
+                logger.warning("%s: can't remove %s: %s", disk.where, name, error)

@@ -1,0 +1,96 @@
+"""Bytes that lie in a file and have not been read: where they are, and what their checksum must be.
+
+Reading a page of a mapped file may wait for the disk and may find it broken, so the first use of a region is in a
+thread and goes through `verify`, which reads the file with calls that report errors. From then on the pages are in
+the system's cache and are used through the mapping.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from pion.config import KIB
+from pion.storage.disk import Mapping
+from pion.storage.ledger import Ledger, Memory
+
+PIECE_BYTES: Final = 256 * KIB
+"""Bytes read and hashed at once: fits into a core's second cache, and the interpreter lock is free between pieces."""
+
+
+class DamagedError(Exception):
+    """Bytes on disk are not what was written."""
+
+
+class Region:
+    """`nbytes` bytes at `start` of a mapped file, with the XXH3-64 that they must have under `seed`."""
+
+    __slots__ = ("checksum", "mapping", "nbytes", "seed", "start")
+
+    def __init__(self, mapping: Mapping, start: int, nbytes: int, checksum: int, seed: int) -> None:
+        self.mapping = mapping
+        self.start = start
+        self.nbytes = nbytes
+        self.checksum = checksum
+        self.seed = seed
+
+    def verify(self) -> bool:
+        """Whether the bytes on disk are those that were written; False also if they can't be read. Blocks."""
+        scratch = memoryview(bytearray(min(PIECE_BYTES, self.nbytes)))
+        digest = xxhash.xxh3_64(seed=self.seed)
+        position, left = self.start, self.nbytes
+        try:
+            while left:
+                piece = scratch[: min(left, PIECE_BYTES)]
+                self.mapping.read_into(position, piece)
+                digest.update(piece)
+                position, left = position + len(piece), left - len(piece)
+        except OSError:
+            return False
+        return digest.intdigest() == self.checksum
+
+    def view(self) -> memoryview:
+        """The bytes, through the mapping. They must have been verified, in a thread, before anyone looks."""
+        return self.mapping.view[self.start : self.start + self.nbytes]
+
+    def read(self) -> bytes:
+        """The bytes, verified. Blocks. Raises DamagedError."""
+        buffer = bytearray(self.nbytes)
+        try:
+            self.mapping.read_into(self.start, memoryview(buffer))
+        except OSError as error:
+            raise DamagedError(str(error)) from error
+        if xxhash.xxh3_64_intdigest(buffer, self.seed) != self.checksum:
+            raise DamagedError("checksum")
+        return bytes(buffer)
+
+
+class MappedMemory(Memory):
+    """A payload buffer that is a region of a mapped file. It is counted apart, as it is not anonymous memory."""
+
+    __slots__ = ("region", "verified")
+
+    mapped = True
+
+    def __init__(self, region: Region, ledger: Ledger) -> None:
+        self.region = region
+        self.verified = False
+        super().__init__(np.frombuffer(region.mapping.view, np.uint8, region.nbytes, region.start), ledger)
+
+    def _hold(self) -> None:
+        self._ledger.map(self.nbytes)
+
+    def drop(self, nbytes: int) -> None:
+        """`nbytes` of it are no longer in a table."""
+        self.live -= nbytes
+
+    def __del__(self) -> None:
+        self._ledger.unmap(self.nbytes)
+
+    def verify(self) -> bool:
+        """See `Region.verify`; remembers success."""
+        if not self.verified and self.region.verify():
+            self.verified = True
+        return self.verified

@@ -1,0 +1,299 @@
+"""Writing a snapshot beside running commands: captured on the event loop piece by piece, written in a thread.
+
+The state is that of one moment, see `Durable.capture`. The file is written under another name, flushed, renamed, and
+the directory flushed; only then the log that it covers is removed. Whatever fails before leaves the old snapshot and
+the log as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import attrs
+import trio
+import xxhash
+
+from pion.args import show
+from pion.config import MIB
+from pion.errors import CommandError, MisconfError
+from pion.replies import Buffer
+from pion.storage.disk import Disk, DiskFile, Mapping
+from pion.storage.durable import Captured, Durable
+from pion.storage.region import PIECE_BYTES, Region
+from pion.storage.snapshot_format import (
+    PACK_BYTES,
+    Entry,
+    Identity,
+    TableWriter,
+    header,
+    most_tensors,
+    own_tensor_bytes,
+    room_for_header,
+)
+from pion.storage.wal import Log, snapshot_name
+
+logger = logging.getLogger("pion.snapshot")
+
+CAPTURE_S: Final = 0.001
+"""Longest time that capturing holds the event loop."""
+
+CHUNK_BYTES: Final = 16 * MIB
+"""Data handed to the writing thread at once; also how much is hinted to be written to the medium."""
+
+MOVES_AT_ONCE: Final = 200
+"""Layers moved to the new file before the event loop is given to others."""
+
+TEMPORARY: Final = ".tmp"
+
+ATTEMPTS: Final = 100
+"""A snapshot is begun anew when rows turn out to be damaged, after they were dropped."""
+
+
+class DamagedRowsError(Exception):
+    """Rows that were to be copied are not what was stored."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__("damaged rows")
+        self.captured = captured
+
+
+class _File:
+    """The file being written. Methods block; they are called in a thread, one at a time."""
+
+    def __init__(self, disk: Disk, name: str, payload_bytes: int, identity: Identity) -> None:
+        self._disk = disk
+        self._name = name
+        self._identity = identity
+        self._own_bytes = own_tensor_bytes(payload_bytes)
+        self._most = most_tensors(payload_bytes)
+        self._room = room_for_header(self._most)
+        self._table = TableWriter(identity)
+        self._sizes: list[int] = []
+        self._shared = 0
+        """Bytes of the shared tensor that is being filled."""
+        self._position = self._room
+        self._hinted = self._room
+        self.followed: list[tuple[Captured, Entry]] = []
+        """Those that want to know where their data lies."""
+        if disk.exists(name):
+            disk.unlink(name)
+        self._file: DiskFile = disk.create(name)
+        self._file.write([bytes(self._room)])
+
+    def add(self, chunk: Sequence[tuple[str, Captured]]) -> None:
+        """Write what was captured. Raises DamagedRowsError, OSError."""
+        for family, captured in chunk:
+            if not captured.verify():
+                raise DamagedRowsError(captured)
+            start, nbytes = self._position, sum(len(part) for part in captured.parts)
+            entry = Entry(family, captured.meta, start, nbytes, _digest(captured.parts, start))
+            self._table.add(entry)
+            if nbytes:
+                self._write(captured.parts, nbytes)
+                if captured.follows:
+                    self.followed.append((captured, entry))
+                captured.parts = ()  # what the store drops meanwhile need not stay in memory
+        if self._position - self._hinted >= CHUNK_BYTES:
+            self._file.start_writeback(self._hinted, self._position)
+            self._hinted = self._position
+
+    def _write(self, parts: Sequence[Buffer], nbytes: int) -> None:
+        # The header has room for so many tensors; if there are more, one holds all the rest.
+        own = nbytes >= self._own_bytes and len(self._sizes) < self._most - 3
+        if own:
+            self._end_shared()
+            self._sizes.append(nbytes)
+        else:
+            self._shared += nbytes
+        self._file.write(parts)
+        self._position += nbytes
+        if self._shared >= PACK_BYTES:
+            self._end_shared()
+
+    def _end_shared(self, *, last: bool = False) -> None:
+        if self._shared and (last or len(self._sizes) < self._most - 3):
+            self._sizes.append(self._shared)
+            self._shared = 0
+
+    def finish(self) -> None:
+        """Table and header, then flush. Raises OSError."""
+        self._end_shared(last=True)
+        head = header(self._room, self._sizes, self._table.nbytes, self._identity.worker)
+        self._file.write([self._table.finish(head)])
+        self._file.overwrite(0, head)
+        self._file.sync()
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Remove the file, if the disk lets us."""
+        self._file.close()
+        try:
+            self._disk.unlink(self._name)
+        except OSError as error:
+            logger.warning("%s: can't be removed: %s", self._name, error)
+
+
+@attrs.frozen
+class SnapshotStatistics:
+    """Of one worker."""
+
+    running: bool
+    taken: int
+    last_seconds: float
+    last_bytes: int
+    last_age_s: float
+    """Since the last one ended; -1 if there was none."""
+    last_error: str
+
+
+class Snapshotter:
+    """Takes snapshots of one worker, one at a time."""
+
+    def __init__(self, disk: Disk, worker: int, lineage: bytes, log: Log, families: Sequence[Durable]) -> None:
+        self._disk = disk
+        self._worker = worker
+        self._lineage = lineage
+        self._log = log
+        self._families = families
+        self._lock = trio.Lock()
+        self._limiter = trio.CapacityLimiter(1)
+        self._taken = 0
+        self._seconds = 0.0
+        self._bytes = 0
+        self._ended_s: float | None = None
+        self._error = ""
+        self.payload_bytes: Callable[[], int] = lambda: 0
+        """About how much data there is: sizes the header."""
+
+    def statistics(self) -> SnapshotStatistics:
+        """The counters now."""
+        age_s = -1.0 if self._ended_s is None else time.monotonic() - self._ended_s
+        return SnapshotStatistics(self._lock.locked(), self._taken, self._seconds, self._bytes, age_s, self._error)
+
+    async def take(self, path: str | None = None) -> None:
+        """Write a snapshot of now, also under the relative `path`, then remove the log it covers.
+
+        Ends the refusal of changes after a failure. Raises MisconfError when the disk says no, CommandError for a bad
+        path. Cancellation: the old snapshot and the log stay as they were, or the new one is complete.
+        """
+        if path is not None:
+            check_path(path)
+        async with self._lock:
+            began = time.monotonic()
+            try:
+                await self._take(path)
+            except OSError as error:
+                self._error = error.strerror or str(error)
+                logger.error("snapshot in %s failed: %s", self._disk.where, self._error)
+                raise MisconfError(f"no snapshot could be written: {self._error}") from error
+            self._error = ""
+            self._taken += 1
+            self._ended_s = time.monotonic()
+            self._seconds = self._ended_s - began
+
+    async def _take(self, path: str | None) -> None:
+        for _ in range(ATTEMPTS):
+            covers = await self._log.reopen() if self._log.broken else self._log.cut()
+            try:
+                file = await self._write(Identity(worker=self._worker, covers=covers, lineage=self._lineage))
+            except DamagedRowsError as error:
+                error.captured.damaged()
+                continue
+            # What it covers must be in the log, too: else its number would be given again, to another change.
+            await self._log.wait_written(covers)
+            mapping = await trio.to_thread.run_sync(self._publish, path, limiter=self._limiter)
+            await self._move(file.followed, mapping)
+            await self._log.remove_covered(covers)
+            self._bytes = len(mapping.view)
+            self._log.accept()
+            return
+        raise OSError("too many damaged rows")
+
+    async def _write(self, identity: Identity) -> _File:
+        # Everything up to the first checkpoint belongs to the moment that the snapshot shows.
+        captures = [(family.family, family.capture()) for family in self._families]
+        name, payload_bytes = snapshot_name(self._worker) + TEMPORARY, self.payload_bytes()
+        file: _File | None = None
+        try:
+            file = await trio.to_thread.run_sync(
+                partial(_File, self._disk, name, payload_bytes, identity), limiter=self._limiter
+            )
+            for family, capture in captures:
+                async for chunk in _chunks(family, capture):
+                    await trio.to_thread.run_sync(file.add, chunk, limiter=self._limiter)
+            await trio.to_thread.run_sync(file.finish, limiter=self._limiter)
+        except BaseException:
+            if file is not None:
+                file.abandon()
+            raise
+        finally:
+            for _, capture in captures:
+                close: Callable[[], None] | None = getattr(capture, "close", None)
+                if close is not None:
+                    close()
+        return file
+
+    def _publish(self, path: str | None) -> Mapping:
+        """Give the finished file its name, and `path` as a second one. Blocks."""
+        disk, name = self._disk, snapshot_name(self._worker)
+        if path is not None and path != name:
+            other = path + TEMPORARY
+            if disk.exists(other):
+                disk.unlink(other)
+            disk.link(name + TEMPORARY, other)
+            disk.rename(other, path)
+            disk.sync_directory(path)
+        disk.rename(name + TEMPORARY, name)
+        disk.sync_directory(name)
+        return disk.map(name)
+
+    async def _move(self, followed: Sequence[tuple[Captured, Entry]], mapping: Mapping) -> None:
+        """Let what lay in older files lie in the new one, so that they can go."""
+        for index, (captured, entry) in enumerate(followed):
+            captured.moved(Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.start))
+            if not index % MOVES_AT_ONCE:
+                await trio.lowlevel.checkpoint()
+
+
+async def _chunks(family: str, capture: Iterator[Captured]) -> AsyncIterator[list[tuple[str, Captured]]]:
+    """What is captured, in pieces to write; the event loop is not held longer than `CAPTURE_S` for it.
+
+    Cancellation: takes effect between two pieces.
+    """
+    chunk: list[tuple[str, Captured]] = []
+    nbytes, until = 0, time.monotonic() + CAPTURE_S
+    for captured in capture:
+        chunk.append((family, captured))
+        nbytes += sum(len(part) for part in captured.parts)
+        if nbytes >= CHUNK_BYTES or time.monotonic() > until:
+            yield chunk
+            chunk, nbytes, until = [], 0, time.monotonic() + CAPTURE_S
+    if chunk:
+        yield chunk
+
+
+def _digest(parts: Sequence[Buffer], seed: int) -> int:
+    state = xxhash.xxh3_64(seed=seed)
+    for part in parts:
+        view = memoryview(part)
+        for at in range(0, len(view), PIECE_BYTES):
+            state.update(view[at : at + PIECE_BYTES])
+    return state.intdigest()
+
+
+def check_path(path: str) -> None:
+    """A snapshot's second name: relative, inside the data directory, none that the server uses.
+
+    Raises CommandError.
+    """
+    parts = path.split("/")
+    if not path or path.startswith("/") or ".." in parts or "." in parts or "" in parts or "\0" in path:
+        raise CommandError(f"path must be relative and inside the data directory, got {show(path.encode())}")
+    if parts[0].startswith("pion."):
+        raise CommandError(f"path must not begin with 'pion.', the server's own names, got {show(path.encode())}")
+    if path.endswith(TEMPORARY):
+        raise CommandError(f"path must not end with {TEMPORARY}, got {show(path.encode())}")

@@ -1,0 +1,197 @@
+"""The snapshot's file, byte by byte: a safetensors file whose last tensor is the table of what the others hold.
+
+`docs/reference/snapshot-format.md` is the description for readers of the files. Pure: bytes in, bytes out.
+
+The layout is safetensors' own (https://github.com/huggingface/safetensors): an 8-byte length, a JSON header padded with
+spaces, then the tensors behind one another. The header is written last, into room that was kept for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any, Final
+
+import attrs
+import xxhash
+
+from pion.config import KIB, MIB
+
+MAGIC: Final = b"PIONSNAP"
+VERSION: Final = 1
+
+OWN_TENSOR_BYTES: Final = 64 * KIB
+"""Data from here on has a tensor of its own; shorter ones share one."""
+
+MOST_TENSORS: Final = 100_000
+"""Tensors of their own in one file: about 10 MB of header, a tenth of what safetensors readers accept."""
+
+PACK_BYTES: Final = MIB
+"""A shared tensor is closed once it has this much."""
+
+HEADER_LENGTH: Final = struct.Struct("<Q")
+_TABLE_HEAD: Final = struct.Struct("<8sIIQ16sQ")
+_ENTRY: Final = struct.Struct("<IQQQ")
+_TABLE_TAIL: Final = struct.Struct("<QQ")
+
+_FIXED_HEADER_BYTES: Final = 512
+_TENSOR_HEADER_BYTES: Final = 100
+"""Most that one tensor takes in the header: its number, dtype, shape and two offsets of up to 15 digits."""
+
+_READER_LIMIT: Final = 100 * 1000 * 1000
+"""safetensors readers refuse a longer header."""
+
+TABLE: Final = "table"
+
+
+class FormatError(Exception):
+    """It is not a snapshot, or one of a version that this program doesn't know, or it is damaged."""
+
+
+@attrs.frozen(kw_only=True)
+class Identity:
+    """What a snapshot says of itself."""
+
+    worker: int
+    covers: int
+    """Sequence number of the last record whose change is in it."""
+    lineage: bytes
+
+
+@attrs.frozen
+class Entry:
+    """A record: its family and meta, and where its data lies; `nbytes` is 0 if it has none."""
+
+    family: str
+    meta: bytes = attrs.field(repr=False)
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def own_tensor_bytes(payload_bytes: int) -> int:
+    """From which size on data gets a tensor of its own, so that the header stays small."""
+    return max(OWN_TENSOR_BYTES, payload_bytes // MOST_TENSORS)
+
+
+def most_tensors(payload_bytes: int) -> int:
+    """How many tensors a file with about so much data may need: large ones, and shared ones between them."""
+    return 2 * (payload_bytes // own_tensor_bytes(payload_bytes)) + payload_bytes // PACK_BYTES + 16
+
+
+def room_for_header(tensors: int) -> int:
+    """Bytes to keep for length and header of a file with so many tensors."""
+    return -(-(HEADER_LENGTH.size + _FIXED_HEADER_BYTES + _TENSOR_HEADER_BYTES * tensors) // 4096) * 4096
+
+
+def header(room: int, sizes: list[int], table_bytes: int, worker: int) -> bytes:
+    """Length and header, `room` bytes in all, for tensors of these sizes and the table behind them."""
+    tensors: dict[str, Any] = {"__metadata__": {"format": "pion", "version": str(VERSION), "worker": str(worker)}}
+    position = 0
+    for index, size in enumerate(sizes):
+        tensors[str(index)] = {"dtype": "U8", "shape": [size], "data_offsets": [position, position + size]}
+        position += size
+    tensors[TABLE] = {"dtype": "U8", "shape": [table_bytes], "data_offsets": [position, position + table_bytes]}
+    text = json.dumps(tensors, separators=(",", ":")).encode("ascii")
+    length = room - HEADER_LENGTH.size
+    if len(text) > length:
+        raise AssertionError(f"a header of {len(text)} bytes doesn't fit into {length}")
+    return HEADER_LENGTH.pack(length) + text.ljust(length)
+
+
+class TableWriter:
+    """Collects entries; `finish` gives the table's bytes."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._parts: list[bytes] = []
+        self._count = 0
+        self._nbytes = _TABLE_HEAD.size + _TABLE_TAIL.size
+
+    def add(self, entry: Entry) -> None:
+        """One more record."""
+        name = entry.family.encode("ascii")
+        part = (
+            _ENTRY.pack(1 + len(name) + len(entry.meta), entry.start, entry.nbytes, entry.checksum)
+            + bytes((len(name),))
+            + name
+            + entry.meta
+        )
+        self._parts.append(part)
+        self._nbytes += len(part)
+        self._count += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the finished table."""
+        return self._nbytes
+
+    def finish(self, file_header: bytes) -> bytes:
+        """The table; it vouches for the header, and its last 8 bytes for the table itself."""
+        own = self._identity
+        body = _TABLE_HEAD.pack(MAGIC, VERSION, own.worker, own.covers, own.lineage, self._count)
+        body = b"".join((body, *self._parts, struct.pack("<Q", xxhash.xxh3_64_intdigest(file_header))))
+        return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+@attrs.frozen
+class Snapshot:
+    """A file that was opened: what it is, and its entries."""
+
+    identity: Identity
+    _table: memoryview
+    _count: int
+
+    def entries(self) -> Iterator[Entry]:
+        """The records in order."""
+        position = _TABLE_HEAD.size
+        for _ in range(self._count):
+            meta_bytes, start, nbytes, checksum = _ENTRY.unpack_from(self._table, position)
+            meta_start = position + _ENTRY.size
+            position = meta_start + meta_bytes
+            meta = bytes(self._table[meta_start:position])
+            name_end = 1 + meta[0]
+            yield Entry(meta[1:name_end].decode("ascii"), meta[name_end:], start, nbytes, checksum)
+
+
+def parse(data: memoryview) -> Snapshot:
+    """Check header and table of a mapped file. Raises FormatError, with a text for the operator."""
+    if len(data) < HEADER_LENGTH.size:
+        raise FormatError("it is too short to be a snapshot")
+    length = HEADER_LENGTH.unpack_from(data)[0]
+    if not 2 <= length <= min(_READER_LIMIT, len(data) - HEADER_LENGTH.size):
+        raise FormatError("its header is damaged or cut off, at byte 0")
+    file_header = bytes(data[: HEADER_LENGTH.size + length])
+    try:
+        tensors = json.loads(file_header[HEADER_LENGTH.size :])
+        about = tensors.get("__metadata__", {})
+        kind, version = about.get("format"), about.get("version")
+        first, last = tensors[TABLE]["data_offsets"] if TABLE in tensors else (0, 0)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise FormatError("its header is damaged, at byte 8") from error
+    if kind != "pion":
+        raise FormatError("it is not a snapshot of Pion")
+    if version != str(VERSION):
+        raise FormatError(f"it is of format version {version}, and this program knows {VERSION}")
+    if not (isinstance(first, int) and isinstance(last, int) and 0 <= first < last):
+        raise FormatError("its header is damaged, at byte 8")
+    start, stop = len(file_header) + first, len(file_header) + last
+    if stop != len(data):
+        raise FormatError(f"it should be {stop} bytes long and is {len(data)}")
+    if last - first < _TABLE_HEAD.size + _TABLE_TAIL.size:
+        raise FormatError(f"its table is damaged, at byte {start}")
+    table = data[start:stop]
+    return _parse_table(table, file_header, start)
+
+
+def _parse_table(table: memoryview, file_header: bytes, start: int) -> Snapshot:
+    header_hash, table_hash = _TABLE_TAIL.unpack_from(table, len(table) - _TABLE_TAIL.size)
+    if xxhash.xxh3_64_intdigest(table[:-8]) != table_hash:
+        raise FormatError(f"its table is damaged, at byte {start}")
+    if xxhash.xxh3_64_intdigest(file_header) != header_hash:
+        raise FormatError("its header is damaged, at byte 8")
+    magic, version, worker, covers, lineage, count = _TABLE_HEAD.unpack_from(table)
+    if magic != MAGIC or version != VERSION:
+        raise FormatError(f"its table is of version {version}, and this program knows {VERSION}")
+    return Snapshot(Identity(worker=worker, covers=covers, lineage=lineage), table, count)

@@ -1,0 +1,262 @@
+"""The V-store behind the log: its journal, its replay, and its state for a snapshot."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Final
+
+from pion.config import KIB
+from pion.replies import Buffer
+from pion.storage.block import Block, Layer
+from pion.storage.changes import (
+    Change,
+    CreateSession,
+    DropPrefix,
+    DropSession,
+    EvictSession,
+    Hashes,
+    Reason,
+    Register,
+    SetPin,
+    StoreRows,
+)
+from pion.storage.durable import Captured, Durable, Record
+from pion.storage.ledger import Memory, Raw
+from pion.storage.region import DamagedError, MappedMemory, Region
+from pion.storage.unit import SIDES, SUFFIXES, Side, Unit, split_sid
+from pion.storage.vstore import VStore
+from pion.storage.vstore_records import pack, unpack
+
+logger = logging.getLogger("pion.storage")
+
+MAP_FROM_BYTES: Final = 64 * KIB
+"""Rows of one record from here on stay in the file until they are used; shorter ones are read at the start."""
+
+SORTED_UNITS: Final = 100_000
+"""Up to so many units a snapshot has them in their order of use; sorting more would hold the loop."""
+
+_Item = tuple[Change, bool]
+
+
+class VStoreLog(Durable):
+    """The store's journal (`pion.storage.journal.Journal`), and what the log needs of the store."""
+
+    family = "vstore"
+
+    def __init__(self, store: VStore) -> None:
+        self._store = store
+        self._damaged: dict[bytes, None] = {}
+        store.journal = self
+
+    # Journal.
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.log.size_bytes if self.log is not None else 0
+
+    def append(self, change: Change, *, created: bool) -> Awaitable[None] | None:
+        """See `Journal`."""
+        rows = change.data if type(change) is StoreRows else b""
+        return self.keep((change, created), 0 if isinstance(rows, Memory) else len(rows))
+
+    # Durable.
+
+    def encode(self, item: _Item) -> Record:
+        """See `Durable`."""
+        change = item[0]
+        rows = change.data if type(change) is StoreRows and not isinstance(change.data, Memory) else None
+        return Record(pack(change), rows)
+
+    def replay(self, meta: bytes, data: Region | None) -> None:
+        """See `Durable`. Raises ValueError."""
+        rows: Raw | Memory = b""
+        damaged = False
+        if data is not None:
+            if data.nbytes >= MAP_FROM_BYTES:
+                rows = MappedMemory(data, self._store.ledger)
+            else:
+                try:
+                    rows = data.read()
+                except DamagedError:
+                    damaged = True
+        change = unpack(meta, rows)
+        if type(change) is StoreRows and damaged:
+            self._damaged[_unit_name(change.sid)] = None
+            return
+        if type(change) is DropPrefix:
+            self._damaged.pop(change.ns, None)
+        elif type(change) is DropSession or type(change) is EvictSession:
+            self._damaged.pop(_unit_name(change.sid), None)
+        try:
+            self._store.replay(change)
+        except (AssertionError, LookupError) as error:
+            raise ValueError(f"{type(change).__name__} of something that is not there") from error
+
+    def finish_replay(self) -> None:
+        """See `Durable`."""
+        for name in self._damaged:
+            unit = self._store.prefixes.get(name) or self._store.lone.get(name)
+            if unit is not None:
+                self._store.drop_damaged(unit)
+        self._damaged = {}
+        self._store.finish_replay()
+
+    def undo(self, items: Sequence[_Item]) -> None:
+        """See `Durable`. What was created goes; so does a declared prefix of which a row is missing in the log.
+
+        Rows that were stored in an open session stay as they are now: the client was told that it can't be sure.
+        """
+        store = self._store
+        for change, created in items:
+            unit: Unit | None = None
+            if type(change) is Register and created:
+                unit = store.prefixes.get(change.ns)
+            elif type(change) is CreateSession and created:
+                found = store.held_session(change.sid)
+                if found is not None and not found[0].registered:
+                    store.replay(DropSession(change.sid))
+            elif type(change) is StoreRows:
+                found = store.held_session(change.sid)
+                unit = found[0] if found is not None and found[0].declaration is not None else None
+            if unit is not None:
+                store.drop_unit(unit, Reason.ABANDONED)
+
+    def capture(self) -> Iterator[Captured]:
+        """See `Durable`. Each unit is taken before its first change, so all are as they were at the call."""
+        return _Capture(self._store)
+
+
+def _unit_name(sid: bytes) -> bytes:
+    split = split_sid(sid)
+    return split[0] if split else sid
+
+
+class _Capture:
+    """The state of one moment, taken unit by unit while the store goes on."""
+
+    def __init__(self, store: VStore) -> None:
+        self._store = store
+        units = list(store.units())
+        if len(units) <= SORTED_UNITS:
+            store.policy.settle(2**31)
+            units.sort(key=lambda unit: unit.stamp)
+        self._left = dict.fromkeys(units)
+        self._taken: deque[Captured] = deque()
+        store.before_change = self._before
+
+    def __iter__(self) -> Iterator[Captured]:
+        return self
+
+    def __next__(self) -> Captured:
+        while not self._taken:
+            if not self._left:
+                raise StopIteration
+            self._take(next(iter(self._left)))
+        return self._taken.popleft()
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        self._store.before_change = None
+        self._left, self._taken = {}, deque()
+
+    def _before(self, change: Change) -> None:
+        name = _unit_name(change.sid) if hasattr(change, "sid") else change.ns
+        unit = self._store.prefixes.get(name) or self._store.lone.get(name)
+        if unit is not None:
+            self._take(unit)
+            if type(change) is DropPrefix:
+                for below in unit.descendants():
+                    self._take(below)
+
+    def _take(self, unit: Unit) -> None:
+        for part in unit.chain():
+            if part in self._left:
+                del self._left[part]
+                self._taken.extend(_records(self._store, part))
+
+
+def _records(store: VStore, unit: Unit) -> Iterator[Captured]:
+    """What makes one unit again, its ancestors being there."""
+    if unit.registered:
+        assert unit.k_schema is not None and unit.v_schema is not None  # noqa: PT018, S101  a registered one has both
+        table, parent = unit.table, unit.parent
+        yield _captured(
+            Register(
+                ns=unit.name,
+                k_schema=unit.k_schema,
+                v_schema=unit.v_schema,
+                declaration=unit.declaration,
+                hashes=Hashes(table.block_size, table.own) if table is not None else None,
+                meta=unit.meta,
+                parent=parent.name if parent is not None else None,
+                offset=unit.offset,
+                expires_s=unit.expires_s or None,
+                pin=unit.pinned,
+            )
+        )
+    else:
+        for side in SIDES:
+            schema = unit.schema(side)
+            if schema is not None:
+                yield _captured(CreateSession(_sid(unit, side), schema))
+        if unit.pinned:
+            yield _captured(SetPin(unit.name, True))
+    for side in SIDES:
+        rows = unit.rows(side)
+        for index, layer in rows.layers.items() if rows is not None else ():
+            yield from _layer_records(store, unit, _sid(unit, side), index, layer)
+
+
+def _sid(unit: Unit, side: Side) -> bytes:
+    return unit.name if unit.lone else unit.name + SUFFIXES[side]
+
+
+def _captured(change: Change) -> Captured:
+    return Captured(pack(change))
+
+
+def _layer_records(store: VStore, unit: Unit, sid: bytes, index: int, layer: Layer) -> Iterator[Captured]:
+    run: list[Block] = []
+    for block in (*layer.blocks, None):
+        if run and (block is None or block.start != run[-1].stop):
+            start, stop = run[0].start, run[-1].stop
+            meta = pack(StoreRows(sid, index, start, stop - start, b""))
+            yield _CapturedRows(store, unit, layer, meta, run)
+            run = []
+        if block is not None:
+            run.append(block)
+
+
+class _CapturedRows(Captured):
+    """Adjacent blocks of one layer."""
+
+    __slots__ = ("_first", "_layer", "_mapped", "_store", "_unit")
+
+    def __init__(self, store: VStore, unit: Unit, layer: Layer, meta: bytes, blocks: Sequence[Block]) -> None:
+        width = layer.row_bytes
+        parts: list[Buffer] = [block.view(block.start, block.stop, width) for block in blocks]
+        super().__init__(meta, parts)
+        self._store = store
+        self._unit = unit
+        self._layer = layer
+        self._first = blocks[0].start
+        self._mapped = [block.memory for block in blocks if isinstance(block.memory, MappedMemory)]
+
+    @property
+    def follows(self) -> bool:
+        return bool(self._mapped)
+
+    def verify(self) -> bool:
+        return all(memory.verify() for memory in self._mapped)
+
+    def damaged(self) -> None:
+        self._store.drop_damaged(self._unit)
+
+    def moved(self, region: Region) -> None:
+        if self._mapped:
+            memory = MappedMemory(region, self._store.ledger)
+            for old in self._mapped:
+                self._layer.move(old, memory, self._first)
