@@ -1,12 +1,19 @@
-"""For all suites: importing mlx-lm must not lower the open-file limit of the servers that tests start.
+"""For all suites.
 
-mlx-lm sets soft and hard limit of its process to fixed numbers when it is imported, and child processes inherit that.
-This file is loaded before the other conftest files, one of which imports it.
+Importing mlx-lm must not lower the open-file limit of the servers that tests start: it sets soft and hard limit of its
+process to fixed numbers when it is imported, and child processes inherit that. This file is loaded before the other
+conftest files, one of which imports it.
 """
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pion.config import Config
 
 _setrlimit = resource.setrlimit
 
@@ -18,3 +25,12 @@ def _keep_hard_limit(kind: int, limits: tuple[int, int]) -> None:
 
 
 resource.setrlimit = _keep_hard_limit
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_where_the_tests_are_run() -> Iterator[None]:
+    """A server that a test starts keeps nothing, or keeps it in a directory of that test."""
+    data = Path(Config().dir).absolute()
+    was_there = data.exists()
+    yield
+    assert was_there or not data.exists(), f"a server was started without --dir and made {data}"

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks._lib.memory import keep_buffers_fresh
 from benchmarks._lib.report import Report
 
-NAMES = ("ttft", "bulk", "small", "memory", "scale", "start")
+NAMES = ("ttft", "bulk", "small", "memory", "scale", "start", "wal", "restart", "pause")
 
 EXIT_MISSED, EXIT_USAGE, EXIT_MISSING = 1, 2, 3
 
@@ -25,6 +25,9 @@ small   round trips and pipelining of small commands against a bare Trio echo an
 memory  resident against charged memory while 2 GiB are stored, fetched and dropped
 scale   LOOKUP and MATCH at a thousand, a hundred thousand and a million namespaces
 start   from process start to the first answer
+wal     stores in the three modes of the log against Redis and the disk itself
+restart from process start to the first answer, and until all is verified, at 0.1, 1 and 4 GiB
+pause   PING while a snapshot of 2 GiB is written under a load of stores
 
 Nothing else should run meanwhile. exit status: 0 all ran, 1 a target was missed (with --strict), 3 something that an
 arm is compared with is not installed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -59,10 +58,8 @@ def run(quick: bool) -> Report:
 
 def first_answer(command: list[str]) -> float:
     """Seconds from the start of the process to its first answer; the process is stopped again."""
-    with peers.folder() as path, socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        reserved.close()
+    with peers.folder() as path:
+        port = peers.free_port()
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         start = time.perf_counter()
         process = subprocess.Popen(

@@ -15,18 +15,29 @@ from pion.replies import NO_REPLY, OK, Blob, Buffer, ErrorReply, Map, Reply, Sim
 
 if TYPE_CHECKING:
     from pion.context import Clock, Context, InfoSection, Services, Session
+    from pion.storage.durable import Captured, Durable, Record
+    from pion.storage.region import Region
 
 __version__ = VERSION
 
 _FROM_CONTEXT = ("Clock", "Context", "InfoSection", "Services", "Session")
+_FROM_DURABLE = ("Captured", "Durable", "Record")
 
 
 def __getattr__(name: str) -> object:
-    # These need Trio, which `pion.client` and the programs that use it do without: imported when asked for.
+    # These need Trio or files, which `pion.client` and the programs that use it do without: imported when asked for.
     if name in _FROM_CONTEXT:
         from pion import context
 
         return getattr(context, name)
+    if name in _FROM_DURABLE:
+        from pion.storage import durable
+
+        return getattr(durable, name)
+    if name == "Region":
+        from pion.storage.region import Region
+
+        return Region
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -37,17 +48,21 @@ __all__ = [
     "ArgType",
     "Blob",
     "Buffer",
+    "Captured",
     "Clock",
     "Command",
     "CommandError",
     "Config",
     "Context",
+    "Durable",
     "ErrorReply",
     "Flag",
     "InfoSection",
     "KeySpec",
     "Map",
     "PionError",
+    "Record",
+    "Region",
     "Reply",
     "Services",
     "Session",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pion import logs
+from pion import cli_data, logs
 from pion.config import VERSION, Config
 from pion.errors import StartupError
 from pion.options import add_arguments, build_config
@@ -89,7 +89,7 @@ def _describe_data(services: Services) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`pion`: look at what a server would load, and at this machine."""
+    """`pion`: look at what a server would load, at this machine, and at a data directory."""
     parser = argparse.ArgumentParser(prog="pion", description="Tools around the Pion KV-cache server.")
     parser.add_argument("--version", action="version", version=f"pion {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -108,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where.set_defaults(run=_where)
     doctor = commands.add_parser("doctor", help="show device, BLAS and versions, and what is missing")
     doctor.set_defaults(run=_doctor)
+    cli_data.add_commands(commands)
     commands.add_parser("server", add_help=False, help="the same as pion-server")
 
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -61,6 +61,10 @@ class Session:
     """EXEC is running the queue: no command may wait for another client."""
     reply_off: bool = False
     reply_skip: int = 0
+    unlogged: list[Awaitable[None]] | None = None
+    """What the log must have before this session's next reply is sent. With a list a command need not wait for the log
+    itself: its connection does, for all commands of a pipeline at once. None: each command waits.
+    """
     no_evict: bool = False
     no_touch: bool = False
     closing: bool = False

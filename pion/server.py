@@ -169,8 +169,10 @@ async def _data_directory(services: Services) -> AsyncIterator[trio.Event]:
     if not services.config.dir:
         yield cut_short
         return
-    ledger = services.vstore.ledger
-    data = services.data = open_directory(services.config, services.durable, lambda: ledger.payload_bytes)
+    store = services.vstore
+    data = services.data = open_directory(
+        services.config, services.durable, lambda: store.ledger.payload_bytes, lambda: store.sessions
+    )
     clean = False
     try:
         async with trio.open_nursery() as nursery:

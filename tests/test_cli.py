@@ -59,7 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_server_errors_are_one_line() -> None:
-    command = [sys.executable, "-m", "pion", "server", "--plugins", "nope"]
+    command = [sys.executable, "-m", "pion", "server", "--dir", "", "--plugins", "nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("pion-server: --plugins: no plugin named nope")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import tomllib
@@ -11,11 +12,12 @@ from types import ModuleType
 import pytest
 
 import pion
+from pion import cli_data
 from pion.command import Arg, ArgType, Command
 from pion.config import fields, flag_name
 from pion.options import environment_name
 from pion.registry import Registry
-from pion.testing import Harness
+from pion.testing import Harness, running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -153,8 +155,15 @@ def test_every_option_is_documented(field, pages: dict[str, str]) -> None:
     assert f"`{environment_name(field)}`" in page
 
 
+def options_of_the_tools() -> set[str]:
+    """What `pion check` and `pion repair` take."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    cli_data.add_commands(commands)
+    return {option.lstrip("-") for parser in commands.choices.values() for option in parser._option_string_actions}
+
+
 def test_every_option_named_in_the_documentation_exists() -> None:
-    known = {flag_name(field) for field in fields()} | {"config", "version", "help"}
+    known = {flag_name(field) for field in fields()} | {"config", "version", "help"} | options_of_the_tools()
     ours = {"pion-server", "pion ", "`--"}
     wrong = []
     for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
@@ -163,6 +172,14 @@ def test_every_option_named_in_the_documentation_exists() -> None:
                 found = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", line)
                 wrong += [f"{path.name}: --{flag}" for flag in found if flag not in known]
     assert not wrong, wrong
+
+
+async def test_every_figure_of_log_and_snapshot_is_documented(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/observe.md").read_text(encoding="utf-8")
+    async with running_server(pion.Config(kvcache=True), directory=tmp_path) as server:
+        rows = [row for each in server.services.info_sections if each.title == "Persistence" for row in each.rows()]
+    assert len(rows) > 20
+    assert not {field for field, _ in rows if f"`{field}`" not in page}
 
 
 def test_every_error_is_documented(pages: dict[str, str]) -> None:

@@ -131,7 +131,11 @@ async def test_conversations(page: str, tmp_path: Path, forget_plugin_modules: N
                 assert "\n".join(line.rstrip() for line in reply.splitlines()) == expected, command
 
 
-RUN_ELSEWHERE = {"how-to/client.md": "tests/client/test_how_to.py"}
+RUN_ELSEWHERE = {
+    "how-to/client.md": "tests/client/test_how_to.py",
+    "reference/log-format.md": "tests/test_file_formats.py",
+    "reference/snapshot-format.md": "tests/test_file_formats.py",
+}
 RUN = [block for block in PYTHON if not block.title and block.page not in RUN_ELSEWHERE]
 
 

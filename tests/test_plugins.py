@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
+import attrs
 import pytest
 import trio
 
+from pion import Record
+from pion.client import PionClient
+from pion.client.errors import NotPersistedError
 from pion.config import Config
-from pion.errors import PluginError
+from pion.errors import PluginError, StartupError
 from pion.plugins import BUILTIN_PLUGINS, KVCACHE_PLUGINS, available, make_plugin_manager, make_registry, select
 from pion.replies import ErrorReply
 from pion.server import serve
-from pion.testing import make_harness
+from pion.testing import ServerProcess, make_harness, running_server
 
 COMMAND = """
 import pion
@@ -349,7 +354,118 @@ async def one_life(config: Config) -> list[str]:
 @pytest.fixture
 def life(folder: Folder) -> Config:
     folder.add("life", LIFE)
-    return Config(port=0, plugins="life", plugins_dir=str(folder.path))
+    return Config(port=0, dir="", plugins="life", plugins_dir=str(folder.path))
+
+
+DURABLE = """
+import pion
+
+
+class Words(pion.Durable):
+    family = {family!r}
+
+    def __init__(self):
+        self.words = []
+
+    def replay(self, meta, data):
+        self.words.append(meta + (data.read() if data is not None else b""))
+
+    def undo(self, items):
+        del self.words[-len(items):]
+
+    def capture(self):
+        return iter([pion.Captured(word[:1], (word[1:2], word[2:])) for word in self.words])
+
+
+async def add(context, argv):
+    words = context.services.state["words"]
+    words.words.append(bytes(argv[1]))
+    await words.keep(pion.Record(argv[1][:1], argv[1][1:]))
+    return list(words.words)
+
+
+@pion.hookimpl
+def register_commands(config):
+    return [pion.Command(name="ADD", arity=2, summary="A test.", since="1", handler=add, flags=pion.Flag.WRITE)]
+
+
+@pion.hookimpl
+def startup(services):
+    services.state["words"] = Words()
+
+
+@pion.hookimpl
+def register_durable(services):
+    return [services.state["words"]]
+"""
+
+
+async def test_hook_register_durable(folder: Folder, tmp_path: Path) -> None:
+    """It is called after `startup`; what the log and a snapshot kept is replayed into it before the server listens."""
+    folder.add("words", DURABLE.format(family="words"))
+    config = folder.config("vstore,kvprefix,words")
+    words: list[bytes] = []
+    for word in (b"one", b"two", b"a", b"four"):
+        async with running_server(config, directory=tmp_path / "data") as server:
+            assert server.services.state["words"].words == words
+            async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+                await stream.send_all(b"ADD %s\r\n" % word)
+                words.append(word)
+                expected = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words)
+                assert await stream.receive_some(1000) == expected
+                if word == b"two":
+                    await stream.send_all(b"KV.PREFIX.SAVE\r\n")
+                    assert await stream.receive_some(1000) == b"+OK\r\n"
+
+
+def test_hook_register_durable_when_the_disk_fails(folder: Folder, tmp_path: Path) -> None:
+    """A real process whose files may not grow: what it could not write is taken back, and SAVE ends the refusal."""
+    folder.add("words", DURABLE.format(family="words"))
+    data = tmp_path / "data"
+    options = ("--dir", str(data), "--plugins-dir", str(folder.path))
+    with ServerProcess(*options) as server, PionClient(port=server.port) as client:
+        assert client.execute("ADD", "one") == [b"one"]
+        unlimited = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+        longest = max(path.stat().st_size for path in data.iterdir())
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (longest, unlimited[1]))
+        for command in (("ADD", "lost"), ("ADD", "lost too"), ("KV.PREFIX.SAVE",)):
+            with pytest.raises(NotPersistedError, match="File too large"):
+                client.execute(*command)
+        assert client.info("persistence")["changes_refused"] == "File too large"
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, unlimited)
+        with pytest.raises(NotPersistedError, match=r"KV\.PREFIX\.SAVE"):
+            client.execute("ADD", "too early")
+        assert client.execute("KV.PREFIX.SAVE") == "OK"
+        assert client.execute("ADD", "two") == [b"one", b"two"]
+        server.kill()
+    with ServerProcess(*options) as server, PionClient(port=server.port) as client:
+        assert client.execute("ADD", "three") == [b"one", b"two", b"three"]
+
+
+def test_hook_register_durable_in_a_server_that_keeps_nothing(folder: Folder) -> None:
+    folder.add("words", DURABLE.format(family="words"))
+    (words,) = make_harness(folder.config("words")).services.durable
+    assert words.keep(Record(b"x")) is None
+
+
+@pytest.mark.parametrize(
+    ("families", "message"),
+    [
+        (("words", "words"), "two plugins keep state as 'words'; each needs a name of its own"),
+        (("w" * 33,), "a durable family's name must be 1 to 32 ASCII characters, got 'w"),
+        (("",), "a durable family's name must be 1 to 32 ASCII characters, got ''"),
+        (("wörter",), "a durable family's name must be 1 to 32 ASCII characters, got 'w"),
+    ],
+)
+async def test_wrong_families_refuse_the_start(
+    folder: Folder, tmp_path: Path, families: tuple[str, ...], message: str
+) -> None:
+    for index, family in enumerate(families):
+        folder.add(f"words{index}", DURABLE.format(family=family).replace('"ADD"', f'"ADD{index}"'))
+    config = folder.config(",".join(f"words{index}" for index in range(len(families))))
+    with pytest.raises(StartupError, match=message):
+        await serve(attrs.evolve(config, port=0, dir=str(tmp_path / "data")))
+    assert not (tmp_path / "data").exists()
 
 
 async def test_hook_register_services(life: Config) -> None:

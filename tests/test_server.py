@@ -136,7 +136,7 @@ def test_the_banner_says_where_and_what() -> None:
 
 
 def run_server(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pion", "server", *args]
+    command = [sys.executable, "-m", "pion", "server", "--dir", "", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -371,3 +371,48 @@ def test_a_process_keeps_its_whole_log_and_one_that_does_not_start_shows_it() ->
     assert "stopped" in server.log[-1]
     with pytest.raises(RuntimeError, match=r"(?s)pion-server ended:.*--workers 2: this version runs one worker"):
         ServerProcess("--workers", "2").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("command", "snapshot"),
+    [("SHUTDOWN", True), ("SHUTDOWN SAVE", True), ("SHUTDOWN NOSAVE", False), ("SHUTDOWN NOW", False)],
+)
+def test_a_clean_stop_takes_a_snapshot_unless_told_otherwise(tmp_path: Path, command: str, snapshot: bool) -> None:
+    """In any case what was acknowledged is there afterwards."""
+    with ServerProcess("--kvcache", "--dir", str(tmp_path)) as server:
+        with connect(server.port) as client:
+            client.sendall(b"V.CREATE s 1 VQUANT fp32\r\n")
+            assert client.recv(100) == b"+OK\r\n"
+            client.sendall(command.encode() + b"\r\n")
+            assert client.recv(100) == b""
+        assert server.process.wait(30) == 0
+    assert (tmp_path / "pion.vstore.0").exists() == snapshot
+    with ServerProcess("--kvcache", "--dir", str(tmp_path)) as server, connect(server.port) as client:
+        client.sendall(b"V.LIST\r\n")
+        assert b"$1\r\ns\r\n" in client.recv(1000)
+
+
+def test_a_stop_without_changes_writes_no_snapshot(tmp_path: Path) -> None:
+    with ServerProcess("--kvcache", "--dir", str(tmp_path)) as server:
+        assert server.stop() == 0
+    assert not (tmp_path / "pion.vstore.0").exists()
+
+
+def test_one_server_for_a_directory(tmp_path: Path) -> None:
+    with ServerProcess("--kvcache", "--dir", str(tmp_path)) as first:
+        done = run_server("--port", "0", "--dir", str(tmp_path))
+        assert done.returncode == 2
+        assert f"--dir {tmp_path} is in use by process {first.pid}" in done.stderr
+        assert "Traceback" not in done.stderr
+        first.kill()
+    with ServerProcess("--kvcache", "--dir", str(tmp_path)):
+        pass
+
+
+def test_the_banner_says_where_the_data_is(tmp_path: Path) -> None:
+    with ServerProcess("--kvcache", "--dir", str(tmp_path), "--wal-sync", "always") as server:
+        server.stop()
+        assert f"  data       {tmp_path}, log flushed before each answer; 0 prefixes read\n" in server.log
+    with ServerProcess("--kvcache") as server:
+        server.stop()
+        assert "  data       in memory only: nothing survives a restart\n" in server.log

@@ -62,6 +62,23 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port: int = reserved.getsockname()[1]
+        return port
+
+
+@contextmanager
+def data_folder() -> Iterator[Path]:
+    """A short-lived directory on a disk: the system's own for temporary files is in memory on some machines."""
+    root = Path("benchmarks/results")
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="data-", dir=root, ignore_cleanup_errors=True) as path:
+        yield Path(path).absolute()
+
+
 @contextmanager
 def pion(*args: str, unix: bool = True) -> Iterator[Peer]:
     """A `pion-server` with the KV-cache families only; its folder holds the Unix socket, Pion writes no files."""
@@ -75,16 +92,14 @@ def pion(*args: str, unix: bool = True) -> Iterator[Peer]:
 
 
 @contextmanager
-def redis() -> Iterator[Peer]:
-    """A Redis server without persistence. Raises MissingPeerError."""
+def redis(*args: str) -> Iterator[Peer]:
+    """A Redis server, without persistence unless the arguments ask for it. Raises MissingPeerError."""
     binary = program("redis-server")
-    with folder() as path, socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        reserved.close()
+    with folder() as path, data_folder() if args else folder() as data:
+        port = free_port()
         sock = str(path / "redis.sock")
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", sock, "--dir", str(path)]
-        command += ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
+        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", sock, "--dir", str(data)]
+        command += ["--save", "", "--loglevel", "warning", *(args or ("--appendonly", "no"))]
         with _running(command) as process:
             wait_for_answer(process, port)
             peer = Peer(process.pid, port, sock)

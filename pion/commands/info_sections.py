@@ -12,6 +12,7 @@ from typing import Final
 
 import trio
 
+from pion.commands.info_persistence import persistence_rows
 from pion.commands.modules import MODULE_VERSION, plugin_names
 from pion.config import REDIS_VERSION, VERSION
 from pion.context import InfoSection, Services
@@ -42,7 +43,7 @@ def sections(services: Services) -> list[InfoSection]:
     return [
         InfoSection("Server", lambda: _server(services)),
         InfoSection("Clients", lambda: _clients(services)),
-        InfoSection("Persistence", lambda: (("loading", 0), ("rdb_bgsave_in_progress", 0), ("aof_enabled", 0))),
+        InfoSection("Persistence", lambda: persistence_rows(services)),
         InfoSection("Stats", lambda: _stats(services)),
         InfoSection("Replication", lambda: (("role", "master"), ("connected_slaves", 0))),
         InfoSection("CPU", _cpu),

@@ -235,8 +235,5 @@ def register_commands(config: Config) -> Sequence[Command]:
 
 @hookimpl
 def register_info(services: Services) -> Sequence[InfoSection]:
-    """The Kvcache and Persistence sections."""
-    return [
-        InfoSection("Kvcache", lambda: info_rows(services)),
-        InfoSection("Persistence", lambda: kvprefix_save.persistence_rows(services)),
-    ]
+    """The Kvcache section."""
+    return [InfoSection("Kvcache", lambda: info_rows(services))]

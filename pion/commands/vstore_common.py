@@ -87,13 +87,16 @@ def row_range(start: Buffer, stop: Buffer) -> tuple[int, int]:
 
 
 async def commit(context: Context, *changes: Change) -> None:
-    """Commit changes with no checkpoint between them, and wait until the journal has them.
+    """Commit changes with no checkpoint between them, and see to it that the reply is not sent before the log has them.
 
     Raises CommandError if one is refused; those before it are made. Cancellation: the changes are made; only the wait
     ends.
     """
-    store = context.services.vstore
+    store, session = context.services.vstore, context.session
     waits = [waiting for waiting in map(store.commit, changes) if waiting is not None]
+    if session.unlogged is not None and not session.in_exec:
+        session.unlogged += waits
+        return
     for waiting in waits:
         await waiting
 

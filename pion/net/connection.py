@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from time import perf_counter_ns
 from typing import Final
 
@@ -37,7 +37,7 @@ from pion.config import (
 )
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
-from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.errors import CommandError, ConnectionLostError, OutOfMemoryError, ProtocolError
 from pion.net.polling import BusyPoll
 from pion.net.sending import Sender
 from pion.net.table import ConnectionTable, Phase
@@ -84,6 +84,7 @@ class Connection:
             reserve=self._reserve_queued,
             peer_left=transport.peer_left,
         )
+        self.session.unlogged = []
         self._context = Context(self.session, services, dispatcher)
         self._parser = RespParser(
             max_bulk_bytes=config.max_bulk_bytes,
@@ -100,6 +101,12 @@ class Connection:
         self._commands = 0
         self._turn_end_ns = 0
         self._received = 0
+        self._out: list[Part] = []
+        """Replies that are not sent yet."""
+        self._out_bytes = 0
+        """Of those whose size counts: all but simple ones."""
+        self._unlogged: list[tuple[int, int, list[Awaitable[None]]]] = []
+        """Which of them (first part, one past the last) may only be sent once the log has what they promise."""
         self._maybe_more = False
         self._busy_poll = BusyPoll(table.dialogue)
         self._phase = Phase.RUNNING
@@ -202,12 +209,14 @@ class Connection:
                     continue
                 if parser.payload_left:
                     if not await self._receive_payload():
-                        return
+                        break
                 elif (table.draining and parser.between_requests) or not await self._receive():
-                    return
+                    break
+            await self._flush()
         except ProtocolError as error:
             self._dispatcher.count_refused(error.code)
-            await self._flush([error_line(error.code, str(error))], 0)
+            self._out.append(error_line(error.code, str(error)))
+            await self._flush()
             await self._linger()
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -217,21 +226,20 @@ class Connection:
         refused = requests[-1]
         if type(refused) is Refused:
             requests.pop()
-        out: list[Part] = []
-        nbytes = 0
+        out = self._out
+        reply: Reply | None = None
         session.active_s = self._services.clock.wall_s()
         session.commands += len(requests)
         for argv in requests:
             if out and len(argv) > 2 and bytes(argv[0][:64]).upper() in self._table.blocking:
-                await self._flush(out, nbytes)  # it may wait long, and these replies are ready
-                nbytes = 0
+                await self._flush()  # it may wait long, and these replies are ready
+            first = len(out)
             reply = await execute(context, argv)
             if session.reply_off or session.reply_skip:
                 session.reply_skip -= session.reply_skip > 0
             elif type(reply) is Simple:
                 out.append(reply.wire)
             else:
-                first = len(out)
                 try:
                     if (type(reply) is list and len(reply) > LONG_REPLY_ITEMS) or (
                         type(reply) is Map and len(reply.pairs) > LONG_REPLY_ITEMS
@@ -244,12 +252,14 @@ class Connection:
                     reply = self._dispatcher.unsendable(context, self._dispatcher.find(argv), error)
                     encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
-                nbytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
-            if nbytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
-                await self._flush(out, nbytes)
+                self._out_bytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
+            if session.unlogged:
+                self._unlogged.append((first, len(out), session.unlogged))
+                session.unlogged = []
+            if self._out_bytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
+                await self._flush()
                 if argv is requests[-1]:
                     self._release_payload()  # not before: the reply may be the payload itself
-                nbytes = 0
                 reply = None  # else its blocks would be held while the next command runs
                 if session.closing:
                     return
@@ -259,7 +269,9 @@ class Connection:
                 session.reply_skip -= session.reply_skip > 0
             else:
                 encode(self._refuse(refused), session.resp, out)
-        await self._flush(out, nbytes)
+        if not self._unlogged or len(self._unlogged) >= COMMANDS_PER_TURN or type(reply) is not Simple:
+            await self._flush()
+        # Else more may have arrived that the log can take along: `_receive` flushes before it waits.
         self._release_payload()
         self._commands += len(requests)
         if self._commands >= COMMANDS_PER_TURN:
@@ -305,7 +317,11 @@ class Connection:
         self._commands = 0
         self._turn_end_ns = perf_counter_ns() + TURN_NS
 
-    async def _flush(self, out: list[Part], nbytes: int) -> None:
+    async def _flush(self) -> None:
+        """Send the replies so far, once what they promise is in the log. Cancellation: the connection must close."""
+        if self._unlogged:
+            await self._settle()
+        out, nbytes = self._out, self._out_bytes
         if not out:
             return
         # A batch of small replies holds no stream unless its size was counted.
@@ -319,6 +335,22 @@ class Connection:
         else:
             await self.sender.send_parts(out, nbytes)
         out.clear()
+        self._out_bytes = 0
+
+    async def _settle(self) -> None:
+        """Wait for the log; replies to what it could not take become errors."""
+        unlogged, self._unlogged = self._unlogged, []
+        failed: list[tuple[int, int, CommandError]] = []
+        for first, last, waits in unlogged:
+            try:
+                for wait in waits:
+                    await wait
+            except CommandError as error:
+                failed.append((first, last, error))
+        for first, last, refusal in reversed(failed):
+            self._dispatcher.count_refused(refusal.code)
+            if last > first:
+                self._out[first:last] = [error_line(refusal.code, str(refusal))]
 
     def _refuse(self, request: Refused) -> ErrorReply:
         if self.session.transaction is not None:
@@ -338,10 +370,12 @@ class Connection:
         transport = self._transport
         if perf_counter_ns() > self._turn_end_ns:
             await self._yield()
-        if self._maybe_more:
+        if self._maybe_more or self._unlogged:
             data = transport.recv_nowait(READ_CHUNK_BYTES)
         else:
             data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
+        if data is None and self._unlogged:
+            await self._flush()
         while data is None:
             self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
             await transport.wait_readable()
@@ -368,6 +402,9 @@ class Connection:
             last = len(target) == left
             received = transport.recv_into_nowait([target, scratch[:READ_CHUNK_BYTES]] if last else [target])
             if received is None:
+                if self._unlogged:
+                    await self._flush()
+                    continue
                 transport.receiving_bulk(left + 2)
                 await transport.wait_readable()
                 continue

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,7 @@ from pion.errors import CommandError, StartupError
 from pion.storage.disk import DirectoryLock, Disk, RealDisk
 from pion.storage.durable import MAX_FAMILY_BYTES, Durable
 from pion.storage.recovery import Found, load
+from pion.storage.segments import SEGMENT_LIMIT
 from pion.storage.snapshot import SnapshotStatistics, Snapshotter
 from pion.storage.wal import Log, Sync, WalStatistics
 
@@ -25,7 +28,10 @@ logger = logging.getLogger("pion.wal")
 LOCK_NAME: Final = "pion.lock"
 
 LOG_FREE_BYTES: Final = 512 * MIB
-"""A log up to this size is never a reason for a snapshot: it is replayed in a fraction of a second."""
+"""A log up to this size is no reason for a snapshot."""
+
+LOG_FREE_RECORDS: Final = 100_000
+"""Nor is one with up to so many records, which take two or three seconds to replay."""
 
 RETRY_S: Final = 60.0
 """Pause after a snapshot that failed by itself, before the next one."""
@@ -57,6 +63,7 @@ class DataDirectory:
         log: Log,
         *,
         limit_bytes: Callable[[], int],
+        limit_records: Callable[[], int],
         payload_bytes: Callable[[], int],
         lock: DirectoryLock | None = None,
         load_seconds: float = 0.0,
@@ -67,6 +74,7 @@ class DataDirectory:
         self._lock = lock
         self._load_seconds = load_seconds
         self._limit_bytes = limit_bytes
+        self._limit_records = limit_records
         self._grown = trio.Event()
         self._families = [*families, *found.dormant.values()]
         self.snapshots = Snapshotter(disk, 0, found.position.lineage, log, self._families)
@@ -120,15 +128,19 @@ class DataDirectory:
             task_status.started()
             await self._save_when_grown()
 
+    def _outgrown(self) -> bool:
+        records = self.log.sequence - self._saved_sequence
+        return self.log.size_bytes > self._limit_bytes() or records > self._limit_records()
+
     def _note_growth(self) -> None:
-        if self.log.size_bytes > self._limit_bytes():
+        if self._outgrown():
             self._grown.set()
 
     async def _save_when_grown(self) -> None:
         while True:
             await self._grown.wait()
             self._grown = trio.Event()
-            if self.log.size_bytes <= self._limit_bytes() or self.log.broken:
+            if not self._outgrown() or self.log.broken:
                 continue
             try:
                 await self.save()
@@ -157,7 +169,12 @@ class DataDirectory:
             self._lock.release()
 
 
-def open_directory(config: Config, families: Sequence[Durable], payload_bytes: Callable[[], int]) -> DataDirectory:
+def open_directory(
+    config: Config,
+    families: Sequence[Durable],
+    payload_bytes: Callable[[], int],
+    live_records: Callable[[], int],
+) -> DataDirectory:
     """Lock the directory of `--dir`, made if need be, and read it into the families. Blocks.
 
     Raises StartupError.
@@ -176,7 +193,7 @@ def open_directory(config: Config, families: Sequence[Durable], payload_bytes: C
             f"--dir {path}: {error.strerror}; it must be a directory that this user may write"
         ) from error
     try:
-        return open_disk(RealDisk(path), config, families, payload_bytes, lock)
+        return open_disk(RealDisk(path), config, families, payload_bytes, lock, live_records)
     except OSError as error:
         lock.release()
         raise StartupError(f"--dir {path}: can't be read: {error.strerror}") from error
@@ -191,10 +208,17 @@ def open_disk(
     families: Sequence[Durable],
     payload_bytes: Callable[[], int],
     lock: DirectoryLock | None = None,
+    live_records: Callable[[], int] = lambda: 0,
+    *,
+    segment_limit: int = SEGMENT_LIMIT,
 ) -> DataDirectory:
-    """Read a disk into the families. Blocks. Raises StartupError, OSError."""
+    """Read a disk into the families. Blocks. Raises StartupError, OSError.
+
+    `payload_bytes` and `live_records` say how much is stored: a log that is much longer is replaced by a snapshot.
+    """
     began = time.monotonic()
-    found = load(disk, 0, families)
+    with _collector_paused():
+        found = load(disk, 0, families)
     log = Log(
         disk,
         0,
@@ -202,6 +226,7 @@ def open_disk(
         Sync(config.wal_sync),
         queue_bytes=config.wal_queue_bytes,
         segments=found.sizes(),
+        segment_limit=segment_limit,
     )
     seconds = time.monotonic() - began
     if found.snapshot is not None or found.records:
@@ -216,16 +241,32 @@ def open_disk(
     def limit_bytes() -> int:
         return max(LOG_FREE_BYTES, int(config.wal_limit * payload_bytes()))
 
+    def limit_records() -> int:
+        return max(LOG_FREE_RECORDS, int(config.wal_limit * live_records()))
+
     return DataDirectory(
         disk,
         families,
         found,
         log,
         limit_bytes=limit_bytes,
+        limit_records=limit_records,
         payload_bytes=payload_bytes,
         lock=lock,
         load_seconds=seconds,
     )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Replaying makes a million objects and no cycles: the garbage collector would look at all of them many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_families(families: Sequence[Durable]) -> None:

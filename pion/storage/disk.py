@@ -25,6 +25,9 @@ from pion.replies import Buffer
 SYNC_FILE_RANGE_WRITE: Final = 2
 """Linux's flag: start writing the dirty pages of the range, wait for nothing (sync_file_range(2))."""
 
+SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
+"""Linux's flags: write the dirty pages of the range, and wait until that is done; no metadata, no cache of the disk."""
+
 
 class DiskFile(Protocol):
     """A file that grows at its end."""
@@ -40,6 +43,11 @@ class DiskFile(Protocol):
 
     def start_writeback(self, start: int, stop: int) -> None:
         """Hint: bytes [start, stop) will be synced soon. Never fails."""
+
+    def wait_writeback(self, start: int, stop: int) -> None:
+        """Slow down to the speed of the medium: until these bytes are on their way to it. Never fails, makes nothing
+        durable.
+        """
 
     def close(self) -> None:
         """Give the descriptor back; nothing is flushed by it. Closing twice is fine."""
@@ -87,6 +95,9 @@ class Disk(Protocol):
 
     def truncate(self, name: str, size: int) -> None:
         """Shorten a file to `size` bytes and make that durable."""
+
+    def sync(self, name: str) -> None:
+        """Until the contents of a file are on stable storage, whoever wrote them."""
 
     def sync_directory(self, name: str) -> None:
         """Until the names beside file `name` are on stable storage."""
@@ -139,6 +150,14 @@ class RealDisk:
         finally:
             os.close(descriptor)
 
+    def sync(self, name: str) -> None:
+        """See `Disk`."""
+        descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            full_sync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def sync_directory(self, name: str) -> None:
         """See `Disk`."""
         descriptor = os.open((self._directory / name).parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -181,6 +200,11 @@ class _RealFile:
         """See `DiskFile`."""
         if _sync_file_range is not None:
             _sync_file_range(self._descriptor, start, stop - start, SYNC_FILE_RANGE_WRITE)
+
+    def wait_writeback(self, start: int, stop: int) -> None:
+        """See `DiskFile`."""
+        if _sync_file_range is not None:
+            _sync_file_range(self._descriptor, start, stop - start, SYNC_FILE_RANGE_WAIT)
 
     def close(self) -> None:
         """See `DiskFile`."""

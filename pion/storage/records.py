@@ -37,7 +37,11 @@ MAX_META_BYTES: Final = 2**32 - 1
 
 
 class FormatError(Exception):
-    """The header of a segment is not one, or is of a version that this program doesn't know."""
+    """The header of a segment is not one, or is damaged."""
+
+
+class VersionError(FormatError):
+    """It is of a version that this program doesn't know."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +52,7 @@ class SegmentHeader:
     number: int
     """Segments of a directory are numbered upwards, without gaps."""
     first: int
-    """Sequence number of its first record."""
+    """Sequence number of its first record; 0 if the record itself tells."""
     salt: int
     lineage: bytes
     """16 random bytes that all files of one directory share."""
@@ -66,15 +70,16 @@ class SegmentHeader:
     def parse(data: memoryview) -> SegmentHeader:
         """Read a header. Raises FormatError, with a text for the operator."""
         head = bytes(data[:SEGMENT_BYTES])
-        if head[:8] != MAGIC:
-            raise FormatError("it does not begin as a log segment does")
         version = int.from_bytes(head[8:12], "little")
-        if version != VERSION:
-            raise FormatError(f"it is of format version {version}, and this program knows {VERSION}")
+        # Damage to the field itself must not pass for another version: with ours in it the checksum is right.
+        ours = head[:8] + VERSION.to_bytes(4, "little") + head[12:]
+        is_other = head[:8] == MAGIC and len(head) >= 12 and version != VERSION
+        if is_other and (len(head) < SEGMENT_BYTES or not _is_sound(ours)):
+            raise VersionError(f"it is of format version {version}, and this program knows {VERSION}")
         if len(head) < SEGMENT_BYTES:
-            raise FormatError("its header is cut off")
-        if xxhash.xxh3_64_intdigest(head[: _SEGMENT.size]) != _CHECKSUM.unpack_from(head, _SEGMENT.size)[0]:
-            raise FormatError("its header is damaged")
+            raise FormatError(f"its header is cut off, at byte {len(head)}")
+        if head[:8] != MAGIC or not _is_sound(head):
+            raise FormatError("its header is damaged, at byte 0")
         _, _, worker, number, first, salt, lineage, boot = _SEGMENT.unpack_from(head)
         return SegmentHeader(
             worker=worker,
@@ -84,6 +89,10 @@ class SegmentHeader:
             lineage=lineage,
             boot=boot.rstrip(b"\0").decode("ascii", "replace"),
         )
+
+
+def _is_sound(head: bytes) -> bool:
+    return bool(xxhash.xxh3_64_intdigest(head[: _SEGMENT.size]) == _CHECKSUM.unpack_from(head, _SEGMENT.size)[0])
 
 
 @attrs.frozen
@@ -105,6 +114,21 @@ class Entry:
     def stop(self) -> int:
         """One past its last byte."""
         return self.data_start + self.data_bytes
+
+
+def find_salt(data: memoryview) -> tuple[int, int] | None:
+    """The salt of a segment whose header is damaged, if its first record proves it, and that record's number.
+
+    The salt may be where the damage is; a single wrong bit of it is found.
+    """
+    if len(data) <= SEGMENT_BYTES:
+        return None
+    salt: int = _SEGMENT.unpack_from(data)[5]
+    for candidate in (salt, *(salt ^ 1 << bit for bit in range(64))):
+        entry = decode(data, SEGMENT_BYTES, candidate)
+        if entry is not None:
+            return candidate, entry.sequence
+    return None
 
 
 def digest(buffer: Buffer, seed: int) -> int:
@@ -156,9 +180,9 @@ def data_intact(data: memoryview, entry: Entry, salt: int) -> bool:
 def scan(data: memoryview, header: SegmentHeader) -> Iterator[Entry]:
     """The records from the first on, up to the first place where none with the next number begins."""
     position, expected = SEGMENT_BYTES, header.first
-    while (entry := decode(data, position, header.salt)) is not None and entry.sequence == expected:
+    while (entry := decode(data, position, header.salt)) is not None and expected in (0, entry.sequence):
         yield entry
-        position, expected = entry.stop, expected + 1
+        position, expected = entry.stop, entry.sequence + 1
 
 
 def search(data: memoryview, start: int, salt: int) -> Iterator[Entry]:

@@ -29,10 +29,10 @@ from pion.storage.disk import Disk
 from pion.storage.disk import Mapping as DiskMapping
 from pion.storage.durable import Dormant, Durable
 from pion.storage.records import SEGMENT_BYTES, Entry, SegmentHeader
-from pion.storage.region import Region
+from pion.storage.region import DamagedError, Region
+from pion.storage.segments import Position, Segment, segment_name, segment_number, snapshot_name
 from pion.storage.snapshot import TEMPORARY
 from pion.storage.snapshot_format import Snapshot
-from pion.storage.wal import Position, Segment, segment_name, segment_number, snapshot_name
 
 logger = logging.getLogger("pion.wal")
 
@@ -52,6 +52,13 @@ class DamagedFileError(StartupError):
         self.what = what
 
 
+class UnknownVersionError(StartupError):
+    """A file of the data directory is of a format that this program doesn't know."""
+
+    def __init__(self, disk: Disk, name: str, what: str) -> None:
+        super().__init__(f"{disk.where}/{name}: {what}. Start the release of Pion that wrote it, or a newer one")
+
+
 @attrs.frozen
 class OpenSegment:
     """A segment whose header was read."""
@@ -59,6 +66,14 @@ class OpenSegment:
     name: str
     header: SegmentHeader
     mapping: DiskMapping
+
+    @property
+    def first(self) -> int:
+        """Sequence number of its first record; 0 if it was prepared and has none."""
+        if self.header.first:
+            return self.header.first
+        entry = records.decode(self.mapping.view, SEGMENT_BYTES, self.header.salt)
+        return entry.sequence if entry is not None else 0
 
     def region(self, entry: Entry) -> Region | None:
         """Where the data of one of its records lies."""
@@ -88,7 +103,7 @@ class Found:
 
     def sizes(self) -> Mapping[int, Segment]:
         """The segments for `Log`."""
-        return {each.header.number: Segment(each.header.first, len(each.mapping.view)) for each in self.segments}
+        return {each.header.number: Segment(each.first, len(each.mapping.view)) for each in self.segments}
 
 
 def find(disk: Disk, worker: int) -> Found:
@@ -99,6 +114,8 @@ def find(disk: Disk, worker: int) -> Found:
         mapping = disk.map(name)
         try:
             snapshot = snapshot_format.parse(mapping.view)
+        except snapshot_format.VersionError as error:
+            raise UnknownVersionError(disk, name, str(error)) from error
         except snapshot_format.FormatError as error:
             raise DamagedFileError(disk, name, str(error)) from error
         if snapshot.identity.worker != worker:
@@ -110,8 +127,10 @@ def find(disk: Disk, worker: int) -> Found:
         mapping = disk.map(name)
         try:
             header = SegmentHeader.parse(mapping.view)
+        except records.VersionError as error:
+            raise UnknownVersionError(disk, name, str(error)) from error
         except records.FormatError as error:
-            if len(mapping.view) <= SEGMENT_BYTES and number == numbers[-1]:
+            if is_unfinished(mapping.view, last=number == numbers[-1]):
                 found.unreadable.append(name)
                 continue
             raise DamagedFileError(disk, name, str(error)) from error
@@ -126,6 +145,11 @@ def find(disk: Disk, worker: int) -> Found:
     covers = found.snapshot.identity.covers if found.snapshot else 0
     found.position = Position(next_number, covers + 1, lineage)
     return found
+
+
+def is_unfinished(view: memoryview, *, last: bool) -> bool:
+    """Whether the making of a segment without a whole header failed or was cut off: it can't have records."""
+    return len(view) < SEGMENT_BYTES or (len(view) == SEGMENT_BYTES and (last or not any(view)))
 
 
 def _check_lineage(disk: Disk, found: Found) -> None:
@@ -153,7 +177,7 @@ def snapshot_steps(found: Found) -> Iterator[Step]:
         return
     mapping = found.snapshot_mapping
     for index, entry in enumerate(found.snapshot.entries()):
-        data = Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.start) if entry.nbytes else None
+        data = Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.seed) if entry.nbytes else None
         yield Step(entry.family, entry.meta, data, f"record {index} of its table")
 
 
@@ -168,20 +192,20 @@ class LogReader:
         self.cut_bytes = 0
         self.cut_at = ""
 
-    def steps(self) -> Iterator[tuple[OpenSegment, Entry]]:
-        """The records in order. Raises DamagedFileError."""
+    def steps(self) -> Iterator[tuple[OpenSegment, Entry, Region | None]]:
+        """The records in order, each with its data. Raises DamagedFileError."""
         segments = self._segments
         flushed: int | None = None
         for index, segment in enumerate(segments):
             later = segments[index + 1 :]
-            limit = min((each.header.first for each in later), default=2**64)
-            if segment.header.first >= limit:
+            limit = min((each.first for each in later if each.first), default=2**64)
+            if segment.first >= limit:
                 continue  # all of it was given up by a later one
-            if segment.header.first > self.next:
+            if segment.first > self.next:
                 raise DamagedFileError(
                     self._disk,
                     segment.name,
-                    f"it begins with record {segment.header.first}, but the files before it end with "
+                    f"it begins with record {segment.first}, but the files before it end with "
                     f"{self.next - 1}: one is missing, or older than it should be",
                 )
             position = SEGMENT_BYTES
@@ -190,28 +214,23 @@ class LogReader:
                 flushed = _flushed(segments) if flushed is None else flushed
                 trusted = flushed
             for entry in records.scan(segment.mapping.view, segment.header):
-                if entry.sequence >= limit or not self._intact(segment, entry, trusted):
+                data = segment.region(entry)
+                if entry.sequence >= limit or not _intact(data, in_doubt=entry.sequence > trusted):
                     break
                 position = entry.stop
                 if entry.sequence >= self.next:
-                    yield segment, entry
+                    yield segment, entry, data
                     self.next = entry.sequence + 1
             if self.next >= limit:
                 continue
-            if position < len(segment.mapping.view) or later:
-                self._end(segment, position, later)
-                return
+            if position == len(segment.mapping.view) and (not later or not later[0].first):
+                continue  # what follows was prepared: its records tell where it begins, or it has none
+            self._end(segment, position, later)
+            return
 
     def _may_be_torn(self, segment: OpenSegment) -> bool:
         """Whether the machine may have lost power since the segment was written."""
         return not segment.header.boot or segment.header.boot != self._disk.boot_id()
-
-    def _intact(self, segment: OpenSegment, entry: Entry, trusted: int) -> bool:
-        """Whether a record's data may be used; long data that can't be torn is looked at when it is used."""
-        if not entry.data_bytes or (entry.sequence <= trusted and entry.data_bytes >= READ_AT_START_BYTES):
-            return True
-        region = segment.region(entry)
-        return region is None or region.verify()
 
     def _end(self, segment: OpenSegment, position: int, later: Sequence[OpenSegment]) -> None:
         """The log can't be read on from here: cut it, or refuse."""
@@ -220,7 +239,7 @@ class LogReader:
             entry for entry in records.search(view, position + 1, segment.header.salt) if entry.sequence > number
         ]
         for each in later:
-            following += records.scan(each.mapping.view, each.header)
+            following += records.search(each.mapping.view, SEGMENT_BYTES, each.header.salt)
         flushed = any(entry.durable >= number for entry in following)
         if following and (flushed or not self._may_be_torn(segment)):
             raise DamagedFileError(
@@ -231,6 +250,19 @@ class LogReader:
             )
         self.cut_bytes = len(view) - position + sum(len(each.mapping.view) - SEGMENT_BYTES for each in later)
         self.cut_at = f"{segment.name} at byte {position}"
+
+
+def _intact(data: Region | None, *, in_doubt: bool) -> bool:
+    """Whether a record's data may be used. Long data is compared at its first use if no power cut can have hit it."""
+    if data is None:
+        return True
+    if data.nbytes >= READ_AT_START_BYTES:
+        return not in_doubt or data.verify()
+    try:
+        data.content = data.read()
+    except DamagedError:
+        return False
+    return True
 
 
 def _flushed(segments: Sequence[OpenSegment]) -> int:
@@ -261,8 +293,8 @@ def load(
     for step in snapshot_steps(found):
         _replay(disk, snapshot_name(worker), owners, found, step)
     reader = LogReader(disk, found.segments, found.position.sequence)
-    for segment, entry in reader.steps():
-        step = Step(entry.family, entry.meta, segment.region(entry), f"record {entry.sequence} at byte {entry.start}")
+    for segment, entry, data in reader.steps():
+        step = Step(entry.family, entry.meta, data, f"record {entry.sequence} at byte {entry.start}")
         _replay(disk, segment.name, owners, found, step)
         found.records += 1
         if not found.records % 10_000:

@@ -20,14 +20,14 @@ PIECE_BYTES: Final = 256 * KIB
 """Bytes read and hashed at once: fits into a core's second cache, and the interpreter lock is free between pieces."""
 
 
-class DamagedError(Exception):
-    """Bytes on disk are not what was written."""
+class DamagedError(ValueError):
+    """Bytes on disk are not what was written. A ValueError, so a family that replays what it can't read refuses it."""
 
 
 class Region:
     """`nbytes` bytes at `start` of a mapped file, with the XXH3-64 that they must have under `seed`."""
 
-    __slots__ = ("checksum", "mapping", "nbytes", "seed", "start")
+    __slots__ = ("checksum", "content", "mapping", "nbytes", "seed", "start")
 
     def __init__(self, mapping: Mapping, start: int, nbytes: int, checksum: int, seed: int) -> None:
         self.mapping = mapping
@@ -35,6 +35,8 @@ class Region:
         self.nbytes = nbytes
         self.checksum = checksum
         self.seed = seed
+        self.content: bytes | None = None
+        """The bytes, if they were read already."""
 
     def verify(self) -> bool:
         """Whether the bytes on disk are those that were written; False also if they can't be read. Blocks."""
@@ -57,13 +59,15 @@ class Region:
 
     def read(self) -> bytes:
         """The bytes, verified. Blocks. Raises DamagedError."""
+        if self.content is not None:
+            return self.content
         buffer = bytearray(self.nbytes)
         try:
             self.mapping.read_into(self.start, memoryview(buffer))
         except OSError as error:
             raise DamagedError(str(error)) from error
         if xxhash.xxh3_64_intdigest(buffer, self.seed) != self.checksum:
-            raise DamagedError("checksum")
+            raise DamagedError("its data is not what was written")
         return bytes(buffer)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -24,17 +24,19 @@ from pion.replies import Buffer
 from pion.storage.disk import Disk, DiskFile, Mapping
 from pion.storage.durable import Captured, Durable
 from pion.storage.region import PIECE_BYTES, Region
+from pion.storage.segments import snapshot_name
 from pion.storage.snapshot_format import (
     PACK_BYTES,
     Entry,
     Identity,
     TableWriter,
+    entry_seed,
     header,
     most_tensors,
     own_tensor_bytes,
     room_for_header,
 )
-from pion.storage.wal import Log, snapshot_name
+from pion.storage.wal import Log
 
 logger = logging.getLogger("pion.snapshot")
 
@@ -68,6 +70,7 @@ class _File:
         self._disk = disk
         self._name = name
         self._identity = identity
+        self._salt = identity.salt
         self._own_bytes = own_tensor_bytes(payload_bytes)
         self._most = most_tensors(payload_bytes)
         self._room = room_for_header(self._most)
@@ -82,7 +85,11 @@ class _File:
         if disk.exists(name):
             disk.unlink(name)
         self._file: DiskFile = disk.create(name)
-        self._file.write([bytes(self._room)])
+        try:
+            self._file.write([bytes(self._room)])
+        except OSError:
+            self.abandon()
+            raise
 
     def add(self, chunk: Sequence[tuple[str, Captured]]) -> None:
         """Write what was captured. Raises DamagedRowsError, OSError."""
@@ -90,7 +97,8 @@ class _File:
             if not captured.verify():
                 raise DamagedRowsError(captured)
             start, nbytes = self._position, sum(len(part) for part in captured.parts)
-            entry = Entry(family, captured.meta, start, nbytes, _digest(captured.parts, start))
+            seed = entry_seed(self._salt, family, captured.meta, start)
+            entry = Entry(family, captured.meta, start, nbytes, seed, _digest(captured.parts, seed))
             self._table.add(entry)
             if nbytes:
                 self._write(captured.parts, nbytes)
@@ -99,6 +107,8 @@ class _File:
                 captured.parts = ()  # what the store drops meanwhile need not stay in memory
         if self._position - self._hinted >= CHUNK_BYTES:
             self._file.start_writeback(self._hinted, self._position)
+            # At most two chunks are on their way: a backlog would make the log's flushes wait for it, too.
+            self._file.wait_writeback(self._room, self._hinted)
             self._hinted = self._position
 
     def _write(self, parts: Sequence[Buffer], nbytes: int) -> None:
@@ -122,7 +132,7 @@ class _File:
     def finish(self) -> None:
         """Table and header, then flush. Raises OSError."""
         self._end_shared(last=True)
-        head = header(self._room, self._sizes, self._table.nbytes, self._identity.worker)
+        head = header(self._room, self._sizes, self._table.nbytes, self._identity)
         self._file.write([self._table.finish(head)])
         self._file.overwrite(0, head)
         self._file.sync()
@@ -131,10 +141,7 @@ class _File:
     def abandon(self) -> None:
         """Remove the file, if the disk lets us."""
         self._file.close()
-        try:
-            self._disk.unlink(self._name)
-        except OSError as error:
-            logger.warning("%s: can't be removed: %s", self._name, error)
+        _remove(self._disk, self._name)
 
 
 @attrs.frozen
@@ -204,7 +211,11 @@ class Snapshotter:
                 error.captured.damaged()
                 continue
             # What it covers must be in the log, too: else its number would be given again, to another change.
-            await self._log.wait_written(covers)
+            try:
+                await self._log.wait_written(covers)
+            except OSError:
+                file.abandon()
+                raise
             mapping = await trio.to_thread.run_sync(self._publish, path, limiter=self._limiter)
             await self._move(file.followed, mapping)
             await self._log.remove_covered(covers)
@@ -223,7 +234,7 @@ class Snapshotter:
                 partial(_File, self._disk, name, payload_bytes, identity), limiter=self._limiter
             )
             for family, capture in captures:
-                async for chunk in _chunks(family, capture):
+                for chunk in _chunks(family, capture):
                     await trio.to_thread.run_sync(file.add, chunk, limiter=self._limiter)
             await trio.to_thread.run_sync(file.finish, limiter=self._limiter)
         except BaseException:
@@ -238,32 +249,45 @@ class Snapshotter:
         return file
 
     def _publish(self, path: str | None) -> Mapping:
-        """Give the finished file its name, and `path` as a second one. Blocks."""
+        """Give the finished file its name, and `path` as a second one. Blocks. Raises OSError."""
         disk, name = self._disk, snapshot_name(self._worker)
-        if path is not None and path != name:
-            other = path + TEMPORARY
-            if disk.exists(other):
-                disk.unlink(other)
-            disk.link(name + TEMPORARY, other)
-            disk.rename(other, path)
-            disk.sync_directory(path)
-        disk.rename(name + TEMPORARY, name)
+        temporary = [name + TEMPORARY]
+        try:
+            if path is not None:
+                other = path + TEMPORARY
+                temporary.append(other)
+                if disk.exists(other):
+                    disk.unlink(other)
+                disk.link(name + TEMPORARY, other)
+                disk.rename(other, path)
+                disk.sync_directory(path)
+            disk.rename(name + TEMPORARY, name)
+        except OSError:
+            for each in temporary:
+                _remove(disk, each)
+            raise
         disk.sync_directory(name)
         return disk.map(name)
 
     async def _move(self, followed: Sequence[tuple[Captured, Entry]], mapping: Mapping) -> None:
         """Let what lay in older files lie in the new one, so that they can go."""
         for index, (captured, entry) in enumerate(followed):
-            captured.moved(Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.start))
+            captured.moved(Region(mapping, entry.start, entry.nbytes, entry.checksum, entry.seed))
             if not index % MOVES_AT_ONCE:
                 await trio.lowlevel.checkpoint()
 
 
-async def _chunks(family: str, capture: Iterator[Captured]) -> AsyncIterator[list[tuple[str, Captured]]]:
-    """What is captured, in pieces to write; the event loop is not held longer than `CAPTURE_S` for it.
+def _remove(disk: Disk, name: str) -> None:
+    """Remove a file that nobody needs, if the disk lets us."""
+    try:
+        if disk.exists(name):
+            disk.unlink(name)
+    except OSError as error:
+        logger.warning("%s: can't be removed: %s", name, error)
 
-    Cancellation: takes effect between two pieces.
-    """
+
+def _chunks(family: str, capture: Iterator[Captured]) -> Iterator[list[tuple[str, Captured]]]:
+    """What is captured, in pieces to write; each takes no longer than `CAPTURE_S`."""
     chunk: list[tuple[str, Captured]] = []
     nbytes, until = 0, time.monotonic() + CAPTURE_S
     for captured in capture:

@@ -2,6 +2,9 @@
 
 `docs/reference/snapshot-format.md` is the description for readers of the files. Pure: bytes in, bytes out.
 
+Every entry of the table can be checked by itself: the checksum of its data is seeded with a hash of everything that the
+entry and the file say of themselves. So what is left of a damaged table can be told from what is not.
+
 The layout is safetensors' own (https://github.com/huggingface/safetensors): an 8-byte length, a JSON header padded with
 spaces, then the tensors behind one another. The header is written last, into room that was kept for it.
 """
@@ -31,9 +34,10 @@ PACK_BYTES: Final = MIB
 """A shared tensor is closed once it has this much."""
 
 HEADER_LENGTH: Final = struct.Struct("<Q")
-_TABLE_HEAD: Final = struct.Struct("<8sIIQ16sQ")
-_ENTRY: Final = struct.Struct("<IQQQ")
-_TABLE_TAIL: Final = struct.Struct("<QQ")
+_IDENTITY: Final = struct.Struct("<IQ16s")
+TABLE_HEAD: Final = struct.Struct("<8sIIQ16sQ")
+ENTRY: Final = struct.Struct("<IQQQ")
+TABLE_TAIL: Final = struct.Struct("<QQ")
 
 _FIXED_HEADER_BYTES: Final = 512
 _TENSOR_HEADER_BYTES: Final = 100
@@ -46,17 +50,26 @@ TABLE: Final = "table"
 
 
 class FormatError(Exception):
-    """It is not a snapshot, or one of a version that this program doesn't know, or it is damaged."""
+    """It is not a snapshot, or it is damaged."""
+
+
+class VersionError(FormatError):
+    """It is of a version that this program doesn't know."""
 
 
 @attrs.frozen(kw_only=True)
 class Identity:
-    """What a snapshot says of itself."""
+    """What a snapshot says of itself; in the table, and again in the header."""
 
     worker: int
     covers: int
     """Sequence number of the last record whose change is in it."""
     lineage: bytes
+
+    @property
+    def salt(self) -> int:
+        """What the checksums of all entries depend on."""
+        return xxhash.xxh3_64_intdigest(_IDENTITY.pack(self.worker, self.covers, self.lineage))
 
 
 @attrs.frozen
@@ -67,7 +80,16 @@ class Entry:
     meta: bytes = attrs.field(repr=False)
     start: int
     nbytes: int
+    seed: int
+    """See `entry_seed`."""
     checksum: int
+    """XXH3-64 of the data, under the seed."""
+
+
+def entry_seed(salt: int, family: str, meta: bytes, start: int) -> int:
+    """The seed of an entry's checksum, which so vouches for family, meta and place, too."""
+    name = family.encode("ascii")
+    return xxhash.xxh3_64_intdigest(b"".join((bytes((len(name),)), name, meta)), salt ^ start)
 
 
 def own_tensor_bytes(payload_bytes: int) -> int:
@@ -85,9 +107,16 @@ def room_for_header(tensors: int) -> int:
     return -(-(HEADER_LENGTH.size + _FIXED_HEADER_BYTES + _TENSOR_HEADER_BYTES * tensors) // 4096) * 4096
 
 
-def header(room: int, sizes: list[int], table_bytes: int, worker: int) -> bytes:
+def header(room: int, sizes: list[int], table_bytes: int, identity: Identity) -> bytes:
     """Length and header, `room` bytes in all, for tensors of these sizes and the table behind them."""
-    tensors: dict[str, Any] = {"__metadata__": {"format": "pion", "version": str(VERSION), "worker": str(worker)}}
+    about = {
+        "format": "pion",
+        "version": str(VERSION),
+        "worker": str(identity.worker),
+        "covers": str(identity.covers),
+        "lineage": identity.lineage.hex(),
+    }
+    tensors: dict[str, Any] = {"__metadata__": about}
     position = 0
     for index, size in enumerate(sizes):
         tensors[str(index)] = {"dtype": "U8", "shape": [size], "data_offsets": [position, position + size]}
@@ -107,13 +136,13 @@ class TableWriter:
         self._identity = identity
         self._parts: list[bytes] = []
         self._count = 0
-        self._nbytes = _TABLE_HEAD.size + _TABLE_TAIL.size
+        self._nbytes = TABLE_HEAD.size + TABLE_TAIL.size
 
     def add(self, entry: Entry) -> None:
         """One more record."""
         name = entry.family.encode("ascii")
         part = (
-            _ENTRY.pack(1 + len(name) + len(entry.meta), entry.start, entry.nbytes, entry.checksum)
+            ENTRY.pack(1 + len(name) + len(entry.meta), entry.start, entry.nbytes, entry.checksum)
             + bytes((len(name),))
             + name
             + entry.meta
@@ -130,7 +159,7 @@ class TableWriter:
     def finish(self, file_header: bytes) -> bytes:
         """The table; it vouches for the header, and its last 8 bytes for the table itself."""
         own = self._identity
-        body = _TABLE_HEAD.pack(MAGIC, VERSION, own.worker, own.covers, own.lineage, self._count)
+        body = TABLE_HEAD.pack(MAGIC, VERSION, own.worker, own.covers, own.lineage, self._count)
         body = b"".join((body, *self._parts, struct.pack("<Q", xxhash.xxh3_64_intdigest(file_header))))
         return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
@@ -145,20 +174,21 @@ class Snapshot:
 
     def entries(self) -> Iterator[Entry]:
         """The records in order."""
-        position = _TABLE_HEAD.size
+        position, salt = TABLE_HEAD.size, self.identity.salt
         for _ in range(self._count):
-            meta_bytes, start, nbytes, checksum = _ENTRY.unpack_from(self._table, position)
-            meta_start = position + _ENTRY.size
+            meta_bytes, start, nbytes, checksum = ENTRY.unpack_from(self._table, position)
+            meta_start = position + ENTRY.size
             position = meta_start + meta_bytes
             meta = bytes(self._table[meta_start:position])
             name_end = 1 + meta[0]
-            yield Entry(meta[1:name_end].decode("ascii"), meta[name_end:], start, nbytes, checksum)
+            seed = xxhash.xxh3_64_intdigest(meta, salt ^ start)
+            yield Entry(meta[1:name_end].decode("ascii"), meta[name_end:], start, nbytes, seed, checksum)
 
 
 def parse(data: memoryview) -> Snapshot:
     """Check header and table of a mapped file. Raises FormatError, with a text for the operator."""
     if len(data) < HEADER_LENGTH.size:
-        raise FormatError("it is too short to be a snapshot")
+        raise FormatError("it is cut off, at byte 0")
     length = HEADER_LENGTH.unpack_from(data)[0]
     if not 2 <= length <= min(_READER_LIMIT, len(data) - HEADER_LENGTH.size):
         raise FormatError("its header is damaged or cut off, at byte 0")
@@ -168,30 +198,32 @@ def parse(data: memoryview) -> Snapshot:
         about = tensors.get("__metadata__", {})
         kind, version = about.get("format"), about.get("version")
         first, last = tensors[TABLE]["data_offsets"] if TABLE in tensors else (0, 0)
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        start, stop = len(file_header) + first, len(file_header) + last
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise FormatError("its header is damaged, at byte 8") from error
+    whole = first >= 0 and last - first >= TABLE_HEAD.size + TABLE_TAIL.size and stop == len(data)
+    table = data[start:stop] if whole else data[:0]
+    vouched = whole and is_whole(table)
+    if vouched and TABLE_TAIL.unpack_from(table, len(table) - TABLE_TAIL.size)[0] != xxhash.xxh3_64_intdigest(
+        file_header
+    ):
+        raise FormatError("its header is damaged, at byte 8")
     if kind != "pion":
-        raise FormatError("it is not a snapshot of Pion")
+        raise FormatError("it is not a snapshot of Pion, at byte 8")
     if version != str(VERSION):
-        raise FormatError(f"it is of format version {version}, and this program knows {VERSION}")
-    if not (isinstance(first, int) and isinstance(last, int) and 0 <= first < last):
+        raise VersionError(f"it is of format version {version}, and this program knows {VERSION}")
+    if 0 <= first < last and stop != len(data):
+        raise FormatError(f"it should be {stop} bytes long and is {len(data)}: cut off, at byte {len(data)}")
+    if not whole:
         raise FormatError("its header is damaged, at byte 8")
-    start, stop = len(file_header) + first, len(file_header) + last
-    if stop != len(data):
-        raise FormatError(f"it should be {stop} bytes long and is {len(data)}")
-    if last - first < _TABLE_HEAD.size + _TABLE_TAIL.size:
+    if not vouched:
         raise FormatError(f"its table is damaged, at byte {start}")
-    table = data[start:stop]
-    return _parse_table(table, file_header, start)
-
-
-def _parse_table(table: memoryview, file_header: bytes, start: int) -> Snapshot:
-    header_hash, table_hash = _TABLE_TAIL.unpack_from(table, len(table) - _TABLE_TAIL.size)
-    if xxhash.xxh3_64_intdigest(table[:-8]) != table_hash:
-        raise FormatError(f"its table is damaged, at byte {start}")
-    if xxhash.xxh3_64_intdigest(file_header) != header_hash:
-        raise FormatError("its header is damaged, at byte 8")
-    magic, version, worker, covers, lineage, count = _TABLE_HEAD.unpack_from(table)
+    magic, version, worker, covers, lineage, count = TABLE_HEAD.unpack_from(table)
     if magic != MAGIC or version != VERSION:
-        raise FormatError(f"its table is of version {version}, and this program knows {VERSION}")
+        raise VersionError(f"its table is of version {version}, and this program knows {VERSION}")
     return Snapshot(Identity(worker=worker, covers=covers, lineage=lineage), table, count)
+
+
+def is_whole(table: memoryview) -> bool:
+    """Whether a table is what was written, by its own checksum."""
+    return bool(xxhash.xxh3_64_intdigest(table[:-8]) == TABLE_TAIL.unpack_from(table, len(table) - TABLE_TAIL.size)[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final
 
 from pion.errors import CommandError
@@ -75,7 +76,12 @@ class _Reader:
 
 
 def _schema(reader: _Reader) -> Schema:
-    return Schema.from_text(reader.text().decode("ascii"))
+    return _parsed(reader.text())
+
+
+@lru_cache(maxsize=64)  # a million prefixes have a handful of shapes
+def _parsed(text: bytes) -> Schema:
+    return Schema.from_text(text.decode("ascii"))
 
 
 def _pack_register(change: Register) -> bytes:

@@ -63,7 +63,7 @@ def testing_page() -> str:
     """`pion.testing`: helpers for tests of plugins."""
     lines = ["# Testing", "", *paragraphs(inspect.getdoc(testing) or ""), ""]
     for name, value in vars(testing).items():
-        if getattr(value, "__module__", "") != "pion.testing" or name.startswith("_"):
+        if not getattr(value, "__module__", "").startswith("pion.testing.") or name.startswith("_"):
             continue
         if isinstance(value, type):
             lines += class_section(name, value)
@@ -99,9 +99,9 @@ def api_entry(name: str, value: object) -> list[str]:
     if issubclass(value, enum.Enum):
         rows = [f"| `{member.name}` | {cell(notes.get(member.name, ''))} |" for member in value]
         return [*lines, "", "| value | |", "|---|---|", *rows]
+    fields = {field.name: field.type for field in public_fields(value)} or documented_attributes(value, notes)
     rows = [
-        f"| `{field.name}` | {code_cell(annotation(field.type))} | {cell(notes.get(field.name, ''))} |"
-        for field in public_fields(value)
+        f"| `{name}` | {code_cell(annotation(kind))} | {cell(notes.get(name, ''))} |" for name, kind in fields.items()
     ]
     if rows:
         lines += ["", "| field | type | |", "|---|---|---|", *rows]
@@ -156,6 +156,13 @@ def public_fields(value: type) -> list[attrs.Attribute[Any]]:
     if value is Config or not attrs.has(value):
         return []
     return [field for field in attrs.fields(value) if not field.name.startswith("_")]
+
+
+def documented_attributes(value: type, notes: dict[str, str]) -> dict[str, object]:
+    """What a plain class says of its instances' attributes: name -> type."""
+    if attrs.has(value):
+        return {}
+    return {name: kind for name, kind in inspect.get_annotations(value).items() if name in notes}
 
 
 def annotation(value: object) -> str:

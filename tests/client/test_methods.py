@@ -14,7 +14,8 @@ import trio.testing
 
 from pion.client import Blocks, Layer, Match, PionClient, Registered, Segment, Stored, aio, errors
 from pion.config import Config
-from pion.testing import Started, running_server
+from pion.server import Started
+from pion.testing import running_server
 
 ROWS = np.arange(4 * 64, dtype=np.float32).reshape(4, 64)
 

@@ -31,7 +31,10 @@ class Recorder:
     def __init__(self) -> None:
         self.changes: list[Change] = []
 
-    def append(self, change: Change) -> None:
+    def check(self) -> None:
+        """Memory doesn't fail."""
+
+    def append(self, change: Change, *, created: bool) -> None:
         self.changes.append(change)
 
 

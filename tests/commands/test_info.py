@@ -6,8 +6,9 @@ import pytest
 
 from pion.commands.info import format_sections
 from pion.config import REDIS_VERSION, Config
-from pion.context import InfoSection
-from pion.testing import FakeClock, make_harness
+from pion.context import Context, InfoSection, Session
+from pion.replies import OK
+from pion.testing import FakeClock, make_harness, running_server
 
 
 def sections(text: str) -> dict[str, dict[str, str]]:
@@ -115,6 +116,51 @@ async def test_commandstats_and_errorstats():
         "errorstat_NOAUTH": "count=1",
         "errorstat_WRONGPASS": "count=1",
     }
+
+
+async def test_persistence_of_a_server_that_keeps_nothing(harness):
+    assert (await info(harness, "persistence"))["Persistence"] == {
+        "loading": "0",
+        "rdb_bgsave_in_progress": "0",
+        "aof_enabled": "0",
+        "data_directory": "",
+    }
+
+
+async def test_persistence_follows_the_log_and_the_snapshot(tmp_path):
+    async def ask(*args) -> dict[str, str]:
+        context = Context(session, server.services, server.worker.dispatcher)
+        reply = await server.worker.dispatcher.execute(context, [arg.encode() for arg in args])
+        return sections(reply)["Persistence"] if args[0] == "INFO" else {"reply": reply}
+
+    session = Session(id=1, addr="", laddr="", authenticated=True)
+    config = Config(kvcache=True, wal_sync="always")
+    async with running_server(config, directory=tmp_path) as server:
+        empty = await ask("INFO", "persistence")
+        assert empty["aof_enabled"] == "1"
+        assert empty["aof_last_write_status"] == empty["rdb_last_bgsave_status"] == "ok"
+        assert empty["data_directory"] == str(tmp_path)
+        assert empty["wal_sync"] == "always"
+        assert empty["changes_refused"] == empty["snapshot_last_error"] == ""
+        assert (empty["wal_segments"], empty["wal_records"], empty["snapshot_age_seconds"]) == ("1", "0", "-1")
+        await ask("V.CREATE", "a", "1", "VQUANT", "fp32")
+        await ask("V.CREATE", "b", "1", "VQUANT", "fp32")
+        full = await ask("INFO", "persistence")
+        assert (full["wal_records"], full["wal_sequence"], full["wal_durable_sequence"]) == ("2", "2", "2")
+        assert int(full["wal_bytes"]) == int(empty["wal_bytes"]) + int(full["wal_written_bytes"])
+        assert int(full["wal_flushes"]) == 2
+        assert (await ask("KV.PREFIX.SAVE"))["reply"] == OK
+        saved = await ask("INFO", "persistence")
+        assert (saved["snapshots_taken"], saved["rdb_bgsave_in_progress"]) == ("1", "0")
+        assert int(saved["snapshot_bytes"]) == (tmp_path / "pion.vstore.0").stat().st_size
+        assert int(saved["snapshot_age_seconds"]) >= 0
+        assert saved["wal_bytes"] == empty["wal_bytes"]
+        await ask("V.DROP", "b")
+    async with running_server(config, directory=tmp_path) as server:
+        again = await ask("INFO", "persistence")
+        assert (again["wal_replayed_records"], again["wal_cut_bytes"], again["wal_sequence"]) == ("1", "0", "3")
+        assert float(again["load_seconds"]) > 0
+        assert (again["mapped_bytes"], again["checksum_failures"]) == ("0", "0")
 
 
 async def test_modules_are_the_plugins(harness):

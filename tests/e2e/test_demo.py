@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 
 import pytest
 from rich.console import Console
@@ -14,18 +15,38 @@ from pion_vllm_mlx.demo import conversation, worker
 def test_it_runs_agrees_and_shows_the_table(model_folder, capfd):
     assert demo.main(["--model", model_folder, "--prompt-characters", "400", "--new-tokens", "6"]) == 0
     shown = capfd.readouterr().out
-    rows = {title: re.search(rf"│ {re.escape(title)} +│(.*)", shown) for title in ("A cold", "B warm", "C part shared")}
+    titles = ("A cold", "B warm", "C part shared", "D restarted")
+    rows = {title: re.search(rf"│ {re.escape(title)} +│(.*)", shown) for title in titles}
     for title, row in rows.items():
         assert row, f"no row {title!r} in:\n{shown}"
         assert row[1].split("│")[-2].strip() == "yes"
-    a, b, c = ([int(cell.replace(",", "")) for cell in row[1].split("│")[:3]] for row in rows.values())
+    a, b, c, d = ([int(cell.replace(",", "")) for cell in row[1].split("│")[:3]] for row in rows.values())
     assert a[1] == 0
     assert a[2] == a[0]
     assert 0 < c[1] < c[0]
     assert b[0] == a[0]
     assert b[1] + b[2] == b[0]
     assert b[2] < 40
-    assert re.search(r"kvprefix_hits +│ +2 ", shown)
+    assert d == b
+    assert re.search(r"│ restart +│ +│ +│ +│ +[\d,.]+ m?s │", shown)
+    assert re.search(r"kvprefix_hits +│ +2 │ +1 │", shown)
+    assert re.search(r"kvprefix_misses +│ +1 │ +0 │", shown)
+
+
+def test_nothing_is_left_of_the_data(monkeypatch, tmp_path, capfd):
+    folders = []
+
+    def run(bars, title, job):
+        folders.append([path.name for path in tmp_path.glob("pion-demo-*/*")])
+        return {"tokens": [1], "splits": [1], "ttft_s": 1.0, "text": "",
+                "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
+
+    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert demo.main(["--model", "any"]) == 0
+    assert "pion.vstore.0.log.0000000001" in folders[0]
+    assert "pion.vstore.0.log.0000000002" in folders[3], "the second server goes on in the same directory"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_answers_that_differ_are_a_failure(monkeypatch, capfd):
@@ -37,7 +58,7 @@ def test_answers_that_differ_are_a_failure(monkeypatch, capfd):
     assert demo.main(["--model", "any"]) == demo.EXIT_DISAGREE == 1
     shown = capfd.readouterr()
     assert "NO" in shown.out
-    assert "FAILED: the tokens of A cold, B warm, C part shared differ" in shown.err
+    assert "FAILED: the tokens of A cold, B warm, C part shared, D restarted differ" in shown.err
 
 
 def test_one_answer_that_differs_is_enough(monkeypatch, capfd):

@@ -1,4 +1,8 @@
-"""The parent of the demo: starts the server and the processes, one after the other, and shows what they did."""
+"""The parent of the demo: starts the server and the processes, one after the other, and shows what they did.
+
+The server keeps its data in a temporary directory. After the first three processes it is killed and started again on
+the same directory, and the fourth finds what the first one stored.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import IO, Any, Final
 
+import attrs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,6 +31,8 @@ EXIT_MISSING: Final = 2
 
 WORKER: Final = "pion_vllm_mlx.demo.worker"
 EVENTS: Final = ("progress", "state", "result")
+
+RESTARTED: Final = "D restarted"
 
 SHOW_SECONDS_FROM_S: Final = 10.0
 
@@ -50,16 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"BLAS: {device.prepare().detail}")
     try:
         model = options.model or str(ensure_demo_model(lambda text: console.print(f"demo model: {text}")))
-        with ServerProcess("--kvcache") as server:
-            console.print(f"pion-server --kvcache: process {server.pid}, port {server.port}")
-            runs = run_all(console, model, server.port, options)
-            with PionClient(port=server.port) as client:
-                receipt = client.stats()
+        demo = run_all(console, model, options)
     except (DemoModelError, WorkerError) as error:
         console.print(f"[red]{error}[/red]" if console.is_terminal else str(error), markup=console.is_terminal)
         return EXIT_MISSING
-    show(console, runs, receipt, options.new_tokens)
-    wrong = [title for title, run in runs.items() if not run.get("agrees", True)]
+    show(console, demo, options.new_tokens)
+    wrong = [title for title, run in demo.runs.items() if not run.get("agrees", True)]
     if wrong:
         sys.stderr.write(
             f"FAILED: the tokens of {', '.join(wrong)} differ from those without Pion. This is a fault: please report "
@@ -73,7 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
-        description="One process computes the prefix of a prompt, others answer from it: with a real server and model.",
+        description="One process computes the prefix of a prompt, others answer from it, also after the server was "
+        "killed: with a real server and model.",
     )
     parser.add_argument(
         "--model",
@@ -90,25 +95,52 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_all(console: Console, model: str, port: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The runs in order, by title; A to C say whether they agree with their reference."""
+@attrs.frozen
+class Demo:
+    """What happened."""
+
+    runs: dict[str, dict[str, Any]]
+    """The processes in order, by title; A to D say whether they agree with their reference."""
+    restart_s: float
+    """From the start of the second server's process to its first answer."""
+    receipts: tuple[dict[str, Any], dict[str, Any]]
+    """PION.STATS of the first server, before it was killed, and of the second, at the end."""
+
+
+def run_all(console: Console, model: str, options: argparse.Namespace) -> Demo:
+    """Run everything. Raises WorkerError."""
     system, other = conversation.system_prompts(options.prompt_characters)
-    common = {"model": model, "port": port, "new_tokens": options.new_tokens}
+    common = {"model": model, "new_tokens": options.new_tokens}
     first = {**common, "system": system, "question": conversation.QUESTION}
     second = {**common, "system": other, "question": conversation.OTHER_QUESTION}
-    with _bars(console) as bars:
-        runs = {
-            "A cold": run(bars, "A cold: computes, stores", {**first, "mode": "prefix"}),
-            "B warm": run(bars, "B warm: the same prompt", {**first, "mode": "prefix"}),
-            "C part shared": run(bars, "C warm: the first part", {**second, "mode": "longest"}),
-        }
-        a, b, c = runs.values()
-        plain = run(bars, "plain A, B: no Pion", {**first, "mode": "reference", "splits": a["splits"]})
+    with _bars(console) as bars, tempfile.TemporaryDirectory(prefix="pion-demo-") as folder:
+        with ServerProcess("--kvcache", "--dir", folder) as server:
+            console.print(f"pion-server --kvcache: process {server.pid}, port {server.port}, data in {folder}")
+            prefix, longest = ({"port": server.port, "mode": mode} for mode in ("prefix", "longest"))
+            a = run(bars, "A cold: computes, stores", {**first, **prefix})
+            b = run(bars, "B warm: the same prompt", {**first, **prefix})
+            c = run(bars, "C warm: the first part", {**second, **longest})
+            before = _stats(server.port)
+            server.kill()
+        began_s = time.perf_counter()
+        with ServerProcess("--kvcache", "--dir", folder) as server:
+            _stats(server.port)
+            restart_s = time.perf_counter() - began_s
+            console.print(f"SIGKILL, and started again on the same data: process {server.pid}, port {server.port}")
+            d = run(bars, "D warm: after SIGKILL", {**first, "port": server.port, "mode": "prefix"})
+            after = _stats(server.port)
+        plain = run(bars, "plain A, B, D: no Pion", {**first, "mode": "reference", "splits": a["splits"]})
         other_plain = run(bars, "plain C: no Pion", {**second, "mode": "reference", "splits": c["splits"]})
-    for result, reference in ((a, plain), (b, plain), (c, other_plain)):
+    for result, reference in ((a, plain), (b, plain), (c, other_plain), (d, plain)):
         result["agrees"] = result["tokens"] == reference["tokens"]
         result["speed_up"] = reference["ttft_s"] / result["ttft_s"]
-    return {"plain A, B": plain, "plain C": other_plain, **runs}
+    titles = ("plain A, B, D", "plain C", "A cold", "B warm", "C part shared", RESTARTED)
+    return Demo(dict(zip(titles, (plain, other_plain, a, b, c, d), strict=True)), restart_s, (before, after))
+
+
+def _stats(port: int) -> dict[str, Any]:
+    with PionClient(port=port) as client:
+        return client.stats()
 
 
 def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -176,15 +208,20 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1000:,.0f} ms" if seconds < SHOW_SECONDS_FROM_S else f"{seconds:,.1f} s"
 
 
-def show(console: Console, runs: dict[str, dict[str, Any]], receipt: dict[str, Any], new_tokens: int) -> None:
-    """The table, the answers and the receipt."""
-    caption = f"plain: without Pion; agree: the first {new_tokens} greedy tokens are those of plain"
+def show(console: Console, demo: Demo, new_tokens: int) -> None:
+    """The table, the answers and the receipts."""
+    caption = (
+        f"plain: without Pion; agree: the first {new_tokens} greedy tokens are those of plain; "
+        "restart: the server was killed (SIGKILL) and started again; from the start of its process to its first answer"
+    )
     table = Table(title="Time to first token (TTFT), each row a process of its own", caption=caption)
     table.add_column("process", no_wrap=True)
     for heading in ("prompt", "from Pion", "evaluated", "TTFT", "speed-up"):
         table.add_column(heading, justify="right")
     table.add_column("agree")
-    for title, result in runs.items():
+    for title, result in demo.runs.items():
+        if title == RESTARTED:
+            table.add_row("restart", "", "", "", _time(demo.restart_s))
         table.add_row(
             title,
             f"{result['prompt_tokens']:,}",
@@ -195,14 +232,15 @@ def show(console: Console, runs: dict[str, dict[str, Any]], receipt: dict[str, A
             {True: "yes", False: "NO", None: ""}[result.get("agrees")],
         )
     console.print(table)
-    for title in ("B warm", "C part shared"):
-        console.print(f"{title[0]} answered: {runs[title]['text']}", markup=False)
+    for title in ("B warm", "C part shared", RESTARTED):
+        console.print(f"{title[0]} answered: {demo.runs[title]['text']}", markup=False)
     counts = Table(title="The receipt: PION.STATS of the server")
     counts.add_column("counter")
-    counts.add_column("value", justify="right")
+    counts.add_column("until SIGKILL", justify="right")
+    counts.add_column("after it", justify="right")
     for name in RECEIPT:
-        value = receipt[name]
-        counts.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+        values = [receipt[name] for receipt in demo.receipts]
+        counts.add_row(name, *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values))
     console.print(counts)
 
 

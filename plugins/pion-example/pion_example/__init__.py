@@ -1,4 +1,4 @@
-"""An example plugin: two commands, a background service, an INFO section and its own state.
+"""An example plugin: a few commands, a background service, an INFO section, its own state, and state that is durable.
 
 Everything here goes through the public API (`import pion`). Handlers first, the table of commands after them, the hooks
 last; that is the order of Pion's own families too.
@@ -7,7 +7,7 @@ last; that is the order of Pion's own families too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import attrs
 import trio
@@ -23,10 +23,63 @@ SAMPLES = 60
 """How many looks are remembered: a minute. A plugin bounds what it keeps, as Pion does."""
 
 
+MOST_NOTES = 10_000
+NOTE_BYTES = 1024
+"""How many notes are kept, and how long one may be together with its name."""
+
+
+@attrs.frozen
+class Note:
+    """A note that was written, and what was there before; empty is no note."""
+
+    name: bytes
+    text: bytes
+    before: bytes
+
+
+class Notes(pion.Durable):
+    """Notes by name. They are in the log and in snapshots, so they survive the server, however it ends."""
+
+    family = PLUGIN
+
+    def __init__(self) -> None:
+        self.texts: dict[bytes, bytes] = {}
+
+    def write(self, name: bytes, text: bytes) -> Awaitable[None] | None:
+        """Change memory, then append the change to the log, with nothing between the two that waits or fails."""
+        note = Note(name, text, self.texts.get(name, b""))
+        self._set(name, text)
+        return self.keep(note)
+
+    def encode(self, item: Note) -> pion.Record:
+        """A note as the log keeps it. Runs in a thread, a little later: a `Note` never changes."""
+        return pion.Record(item.name, item.text)
+
+    def replay(self, meta: bytes, data: pion.Region | None) -> None:
+        """The same change again, at start."""
+        self._set(meta, data.read() if data is not None else b"")
+
+    def undo(self, items: Sequence[Note]) -> None:
+        """The disk failed before these were written, and their clients are told so: back to what was there."""
+        for note in reversed(items):
+            self._set(note.name, note.before)
+
+    def capture(self) -> Iterator[pion.Captured]:
+        """Records that make the present state from nothing, for a snapshot."""
+        return iter([pion.Captured(name, [text]) for name, text in self.texts.items()])
+
+    def _set(self, name: bytes, text: bytes) -> None:
+        if text:
+            self.texts[name] = text
+        else:
+            self.texts.pop(name, None)
+
+
 @attrs.define(eq=False)
 class State:
     """What this plugin keeps for one server; it lives in `services.state["example"]`."""
 
+    notes: Notes = attrs.field(factory=Notes)
     samples: deque[int] = attrs.field(factory=lambda: deque(maxlen=SAMPLES))
     closed: int = 0
 
@@ -60,6 +113,27 @@ async def peak(context: pion.Context, argv: list[pion.Buffer]) -> pion.Reply:
     return state_of(context.services).peak()
 
 
+async def note(context: pion.Context, argv: list[pion.Buffer]) -> pion.Reply:
+    """Write a note. The row says WRITE, so that the command is refused while the disk is broken, before it runs.
+
+    Cancellation: the note is written; only the wait for the disk ends.
+    """
+    notes, name, text = state_of(context.services).notes, bytes(argv[1]), bytes(argv[2])
+    if len(name) + len(text) > NOTE_BYTES:
+        raise pion.CommandError(f"name and text may have {NOTE_BYTES} bytes together")
+    if text and name not in notes.texts and len(notes.texts) >= MOST_NOTES:
+        raise pion.CommandError(f"there are {MOST_NOTES} notes already")
+    written = notes.write(name, text)
+    if written is not None:  # None in a server that keeps nothing
+        await written
+    return pion.OK
+
+
+async def noted(context: pion.Context, argv: list[pion.Buffer]) -> pion.Reply:
+    """Read a note."""
+    return state_of(context.services).notes.texts.get(bytes(argv[1]))
+
+
 COMMANDS = (
     pion.Command(
         name="EXAMPLE.TOKENS",
@@ -84,6 +158,29 @@ COMMANDS = (
         reply="Integer: clients.",
         group=PLUGIN,
     ),
+    pion.Command(
+        name="EXAMPLE.NOTE",
+        arity=3,
+        summary="Writes a note under a name; it survives a restart.",
+        since="0.1.0",
+        handler=note,
+        flags=pion.Flag.WRITE,
+        args=(pion.Arg(name="name"), pion.Arg(name="text", summary="empty removes the note")),
+        reply="OK, once the note is in the log.",
+        group=PLUGIN,
+        errors=("ERR if it is too long, or there are too many", "MISCONF if the disk failed"),
+    ),
+    pion.Command(
+        name="EXAMPLE.NOTED",
+        arity=2,
+        summary="Reads a note.",
+        since="0.1.0",
+        handler=noted,
+        flags=pion.Flag.READONLY | pion.Flag.FAST,
+        args=(pion.Arg(name="name"),),
+        reply="Bulk string: the text, or null.",
+        group=PLUGIN,
+    ),
 )
 
 
@@ -100,6 +197,12 @@ def register_commands(config: pion.Config) -> Sequence[pion.Command]:
 def startup(services: pion.Services) -> None:
     """Make the state before anything else of this plugin runs."""
     services.state[PLUGIN] = State()
+
+
+@pion.hookimpl
+def register_durable(services: pion.Services) -> Sequence[pion.Durable]:
+    """The notes; they are replayed before the server listens."""
+    return (state_of(services).notes,)
 
 
 @pion.hookimpl

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 import trio
 
 import pion
 import pion_example
-from pion.testing import Harness, make_harness, running_server
+from pion.client import PionClient
+from pion.client.errors import ServerError
+from pion.testing import Harness, ServerProcess, make_harness, running_server
 
 
 @pytest.fixture
@@ -65,3 +68,99 @@ async def test_in_a_running_server() -> None:
             assert (await stream.receive_some(100)).startswith(b":")
         assert "example" in server.services.plugins
     assert "example" not in server.services.state
+
+
+# Notes: state that is durable. Real processes, real files, SIGKILL.
+
+
+async def test_notes_without_a_directory(harness: Harness) -> None:
+    assert await harness.call("EXAMPLE.NOTED", "a") is None
+    assert await harness.call("EXAMPLE.NOTE", "a", "first") == pion.OK
+    assert await harness.call("EXAMPLE.NOTE", "a", "second") == pion.OK
+    assert await harness.call("EXAMPLE.NOTED", "a") == b"second"
+    assert await harness.call("EXAMPLE.NOTE", "a", "") == pion.OK
+    assert await harness.call("EXAMPLE.NOTED", "a") is None
+
+
+async def test_notes_are_bounded(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = "x" * (pion_example.NOTE_BYTES - 1)
+    assert await harness.call("EXAMPLE.NOTE", "a", longest) == pion.OK
+    assert isinstance(await harness.call("EXAMPLE.NOTE", "b", longest + "x"), pion.ErrorReply)
+    monkeypatch.setattr(pion_example, "MOST_NOTES", 1)
+    assert isinstance(await harness.call("EXAMPLE.NOTE", "b", "one too many"), pion.ErrorReply)
+    assert await harness.call("EXAMPLE.NOTE", "a", "in its place") == pion.OK
+    assert await harness.call("EXAMPLE.NOTED", "b") is None
+
+
+def write(server: ServerProcess, **notes: str) -> None:
+    with PionClient(port=server.port) as client:
+        for name, text in notes.items():
+            client.execute("EXAMPLE.NOTE", name, text)
+
+
+def read(server: ServerProcess, *names: str) -> list[object]:
+    with PionClient(port=server.port) as client:
+        return [client.execute("EXAMPLE.NOTED", name) for name in names]
+
+
+def test_notes_survive_the_death_of_the_server(tmp_path: Path) -> None:
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        write(server, a="one", b="two", c="three")
+        write(server, a="changed", b="")
+        server.kill()
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        assert read(server, "a", "b", "c") == [b"changed", None, b"three"]
+
+
+def test_notes_are_in_the_snapshot(tmp_path: Path) -> None:
+    """After a snapshot the log that it covers is gone; what follows is in the new one."""
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        write(server, a="one", b="two")
+        with PionClient(port=server.port) as client:
+            client.execute("KV.PREFIX.SAVE")
+        write(server, b="changed", c="three")
+        server.kill()
+    assert (tmp_path / "pion.vstore.0").exists()
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        assert read(server, "a", "b", "c") == [b"one", b"changed", b"three"]
+        assert server.stop() == 0
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        assert read(server, "a", "b", "c") == [b"one", b"changed", b"three"]
+
+
+@pytest.mark.parametrize("snapshot", [False, True], ids=["killed", "stopped"])
+def test_a_server_without_the_plugin_keeps_its_notes(tmp_path: Path, snapshot: bool) -> None:
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        write(server, a="one", b="two")
+        server.kill()
+    with ServerProcess("--dir", str(tmp_path), "--plugins=all,-example") as server:
+        with pytest.raises(ServerError, match="unknown command"):
+            read(server, "a")
+        if snapshot:
+            with PionClient(port=server.port) as client:
+                client.execute("KV.PREFIX.SAVE")
+            server.stop()
+        else:
+            server.kill()
+        assert "the plugin that keeps 'example' is not loaded; its records are kept" in "".join(server.log)
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        assert read(server, "a", "b") == [b"one", b"two"]
+        write(server, a="changed")
+        server.kill()
+    with ServerProcess("--dir", str(tmp_path)) as server:
+        assert read(server, "a", "b") == [b"changed", b"two"]
+
+
+def test_a_note_that_could_not_be_written_is_taken_back(harness: Harness) -> None:
+    """What the log does when the disk fails: it hands back, in order, what was not written."""
+    notes = pion_example.state_of(harness.services).notes
+    notes.write(b"a", b"kept")
+    lost = [
+        pion_example.Note(b"a", b"lost", b"kept"),
+        pion_example.Note(b"b", b"new", b""),
+        pion_example.Note(b"a", b"lost too", b"lost"),
+    ]
+    for note in lost:
+        notes.write(note.name, note.text)
+    notes.undo(lost)
+    assert notes.texts == {b"a": b"kept"}

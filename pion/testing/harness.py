@@ -1,8 +1,4 @@
-"""Test doubles and helpers, for Pion's own tests and for plugin authors.
-
-`Harness` calls commands without a socket; `running_server` runs a server inside the test's nursery; `ServerProcess`
-starts a real `pion-server` process.
-"""
+"""A worker without sockets, a server in this process, a real one, and a clock that moves only when told."""
 
 from __future__ import annotations
 
@@ -127,7 +123,10 @@ def _context(worker: Worker) -> Context:
 async def running_server(
     config: Config | None = None, clock: Clock | None = None, *, directory: Path | None = None
 ) -> AsyncIterator[Started]:
-    """A server in this process on a free port, stopped at the end of the block. It keeps nothing without `directory`."""
+    """A server in this process on a free port, stopped at the end of the block.
+
+    It keeps nothing without `directory`.
+    """
     config = attrs.evolve(config or Config(), port=0, dir=str(directory or ""))
     async with trio.open_nursery() as nursery:
 

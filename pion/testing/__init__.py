@@ -1,0 +1,37 @@
+"""Test doubles and helpers, for Pion's own tests and for plugin authors.
+
+`Harness` calls commands without a socket; `running_server` runs a server inside the test's nursery; `ServerProcess`
+starts a real `pion-server` process. `MemoryDisk` stands for the data directory: it fails, tears and forgets on demand.
+"""
+
+from pion.testing.disk import (
+    Fault,
+    FaultPlan,
+    MemoryDisk,
+    Operation,
+    ProcessDied,
+    fault_at,
+)
+from pion.testing.harness import (
+    FakeClock,
+    Harness,
+    ServerProcess,
+    make_harness,
+    make_services,
+    running_server,
+)
+
+__all__ = [
+    "FakeClock",
+    "Fault",
+    "FaultPlan",
+    "Harness",
+    "MemoryDisk",
+    "Operation",
+    "ProcessDied",
+    "ServerProcess",
+    "fault_at",
+    "make_harness",
+    "make_services",
+    "running_server",
+]
