@@ -80,12 +80,11 @@ def repair(arguments: argparse.Namespace) -> int:
             except (OSError, MisconfError) as error:
                 raise StartupError(f"{disk.where}: the repair failed: {error}") from error
         _say("\n" + ("This would be done:" if arguments.dry_run else "Done:"))
-        counts = found.salvage.store.statistics()
-        _say(f"  a new snapshot with {counts.prefixes} prefixes and {len(found.salvage.store.lone)} lone sessions")
+        _say(f"  a new snapshot of what can be kept: {_kept(found)}")
         for old, new in names.items():
             _say(f"  {old} set aside as {new}")
         if not arguments.dry_run:
-            _say("Remove the files that were set aside when nobody needs them any more.")
+            _say("No server reads the files that were set aside. Remove them when nobody needs them any more.")
         return EXIT_PROBLEMS if arguments.dry_run else 0
 
 
@@ -159,16 +158,17 @@ def _show(found: Examination) -> None:
     lost = [f"{describe(key)}: {why}" for key, why in found.salvage.lost.items()]
     lost += [f"all of {family}: {why}" for family, why in found.salvage.lost_families.items()]
     if lost:
-        _say(f"\nA repair leaves out, {len(lost)} in all:")
+        _say(f"\nleft out, {len(lost)} in all:")
         for line in lost:
             _say(f"  {line}")
-    counts = found.salvage.store.statistics()
-    size = found.salvage.store.ledger.payload_bytes // KIB
     if not found.unknown_version:
-        state = "all is well" if found.good else f"problems: {len(found.problems)}"
-        _say(
-            f"{state}; {counts.prefixes} prefixes and {len(found.salvage.store.lone)} lone sessions, {size} KiB of rows"
-        )
+        _say(f"{'all is well' if found.good else 'what can be kept'}: {_kept(found)}")
+
+
+def _kept(found: Examination) -> str:
+    store = found.salvage.store
+    size = store.ledger.payload_bytes // KIB
+    return f"prefixes {store.statistics().prefixes}, lone sessions {len(store.lone)}, rows {size} KiB"
 
 
 def _list(title: str, items: list[str]) -> None:

@@ -38,7 +38,7 @@ from pion.storage.durable import Record
 from pion.storage.schema import Schema
 from pion.storage.segments import segment_name, snapshot_name
 from pion.storage.snapshot_format import Entry, Identity, TableWriter
-from pion.storage.vstore_records import pack
+from pion.storage.vstore_records import pack, unpack
 from pion.testing import running_server
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
@@ -254,6 +254,14 @@ def test_the_fields_of_a_change(change: Change, expected: dict[str, Any]) -> Non
         assert set(names.values()) == {reason.value for reason in Reason}
         fields["reason"] = Reason(names[fields["reason"]])
     assert fields == expected
+
+
+@pytest.mark.parametrize("change", [CreateSession(b"s", SCHEMA), PLAIN], ids=lambda value: type(value).__name__)
+def test_the_mark_of_a_change_that_made_no_session(change: Change) -> None:
+    marked, plain = pack(change, again=True), pack(change)
+    assert (marked[0] & 127, marked[0] >> 7, marked[1:]) == (plain[0], 1, plain[1:])
+    assert unpack(marked, b"") == unpack(plain, b"") == change
+    assert "Bit 7 (128) of the kind" in LOG
 
 
 def test_every_change_is_described() -> None:

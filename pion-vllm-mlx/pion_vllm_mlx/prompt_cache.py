@@ -335,7 +335,7 @@ class PionPromptCache:
                     client,
                     plan,
                     meta=plan.context.meta(plan.ids, self._label(plan.ids)),
-                    blocks=(BLOCK_TOKENS, hashes) if len(hashes) else None,
+                    blocks=(BLOCK_TOKENS, hashes),  # also if no block ends here: it joins what continues this
                     prefill_ms=prefill_ms,
                 )
                 return transfer.store(client, plan.name, plan.context, caches, plan.offset)

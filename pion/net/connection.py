@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Final
 
@@ -29,7 +29,6 @@ from pion.config import (
     COMMANDS_PER_TURN,
     INLINE_ARG_BYTES,
     LONG_REPLY_ITEMS,
-    MIB,
     PAYLOAD_SLICE_BYTES,
     READ_CHUNK_BYTES,
     RECEIVE_GRACE_S,
@@ -37,11 +36,11 @@ from pion.config import (
 )
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
-from pion.errors import CommandError, ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
 from pion.net.polling import BusyPoll
-from pion.net.sending import Sender
+from pion.net.sending import Promise, Sender, settle, size_of
 from pion.net.table import ConnectionTable, Phase
-from pion.net.transport import Transport
+from pion.net.transport import Transport, linger
 from pion.protocol.encode import Part, array_header, encode, error_line, map_header
 from pion.protocol.resp import Refused, Request, RespParser
 from pion.replies import ErrorReply, Map, Reply, Simple, Stream
@@ -50,11 +49,6 @@ logger = logging.getLogger("pion.net")
 
 FLUSH_BYTES: Final = 64 * 1024
 """Replies of a batch are sent together up to this size; one more bulk reply is then sent by itself."""
-
-LINGER_S: Final = 1.0
-LINGER_BYTES: Final = MIB
-"""After a protocol error the rest of what the client sent is read away for so long: closing a socket that holds unread
-bytes would reset the connection, and the client might never see the error."""
 
 
 class Connection:
@@ -105,8 +99,8 @@ class Connection:
         """Replies that are not sent yet."""
         self._out_bytes = 0
         """Of those whose size counts: all but simple ones."""
-        self._unlogged: list[tuple[int, int, list[Awaitable[None]]]] = []
-        """Which of them (first part, one past the last) may only be sent once the log has what they promise."""
+        self._unlogged: list[Promise] = []
+        """Which of them may only be sent once the log has what they promise."""
         self._maybe_more = False
         self._busy_poll = BusyPoll(table.dialogue)
         self._phase = Phase.RUNNING
@@ -217,7 +211,7 @@ class Connection:
             self._dispatcher.count_refused(error.code)
             self._out.append(error_line(error.code, str(error)))
             await self._flush()
-            await self._linger()
+            await linger(self._transport, self._table.scratch)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -252,7 +246,7 @@ class Connection:
                     reply = self._dispatcher.unsendable(context, self._dispatcher.find(argv), error)
                     encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
-                self._out_bytes += len(out[first]) if len(out) == first + 1 else _size(out, first)  # type: ignore[arg-type]
+                self._out_bytes += len(out[first]) if len(out) == first + 1 else size_of(out, first)  # type: ignore[arg-type]
             if session.unlogged:
                 self._unlogged.append((first, len(out), session.unlogged))
                 session.unlogged = []
@@ -340,17 +334,8 @@ class Connection:
     async def _settle(self) -> None:
         """Wait for the log; replies to what it could not take become errors."""
         unlogged, self._unlogged = self._unlogged, []
-        failed: list[tuple[int, int, CommandError]] = []
-        for first, last, waits in unlogged:
-            try:
-                for wait in waits:
-                    await wait
-            except CommandError as error:
-                failed.append((first, last, error))
-        for first, last, refusal in reversed(failed):
+        for refusal in await settle(self._out, unlogged):
             self._dispatcher.count_refused(refusal.code)
-            if last > first:
-                self._out[first:last] = [error_line(refusal.code, str(refusal))]
 
     def _refuse(self, request: Refused) -> ErrorReply:
         if self.session.transaction is not None:
@@ -451,23 +436,6 @@ class Connection:
             self._holding_since_s = trio.current_time()
             self._received_before = self._received
         return True
-
-    async def _linger(self) -> None:
-        self._transport.finish_sending()
-        dropped = 0
-        with trio.move_on_after(LINGER_S):
-            while dropped < LINGER_BYTES:
-                received = self._transport.recv_into_nowait([self._table.scratch])
-                if received is None:
-                    await self._transport.wait_readable()
-                elif received == 0:
-                    return
-                else:
-                    dropped += received
-
-
-def _size(out: list[Part], first: int) -> int:
-    return sum(part.nbytes if isinstance(part, (memoryview, Stream)) else len(part) for part in out[first:])
 
 
 assert READ_CHUNK_BYTES > INLINE_ARG_BYTES  # noqa: S101  a chunk must be able to hold a whole short argument

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeAlias
 
 import trio
 
 from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
+from pion.errors import CommandError
 from pion.net.transport import Transport
-from pion.protocol.encode import JOINED_BYTES, Part
+from pion.protocol.encode import JOINED_BYTES, Part, error_line
 from pion.replies import Buffer, Stream
+
+Promise: TypeAlias = tuple[int, int, list[Awaitable[None]]]
+"""Parts of replies, from the first to one past the last, that may be sent once all of these were awaited."""
 
 
 class StreamLengthError(Exception):
@@ -138,3 +143,26 @@ def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
     if small_bytes:
         views.append(memoryview(b"".join(small)))
     return views
+
+
+async def settle(out: list[Part], promises: Sequence[Promise]) -> list[CommandError]:
+    """Wait until `out` may be sent. Replies that promise what could not be kept become errors, which are returned.
+
+    Cancellation: nothing of `out` may be sent.
+    """
+    failed: list[tuple[int, int, CommandError]] = []
+    for first, last, waits in promises:
+        try:
+            for wait in waits:
+                await wait
+        except CommandError as error:
+            failed.append((first, last, error))
+    for first, last, refusal in reversed(failed):
+        if last > first:
+            out[first:last] = [error_line(refusal.code, str(refusal))]
+    return [refusal for _, _, refusal in failed]
+
+
+def size_of(out: list[Part], first: int) -> int:
+    """Bytes of the parts from number `first` on."""
+    return sum(part.nbytes if isinstance(part, (memoryview, Stream)) else len(part) for part in out[first:])

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import trio
 
-from pion.config import PAYLOAD_SLICE_BYTES
+from pion.config import MIB, PAYLOAD_SLICE_BYTES
 from pion.errors import ConnectionLostError
 from pion.replies import Buffer
 
@@ -27,6 +27,11 @@ NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
 
 KEEPALIVE_S: Final = 300
 """As in Redis: a peer that vanished without a word is noticed after ten minutes, even if it has nothing to say."""
+
+LINGER_S: Final = 1.0
+LINGER_BYTES: Final = MIB
+"""After a protocol error the rest of what the client sent is read away for so long: closing a socket that holds unread
+bytes would reset the connection, and the client might never see the error."""
 
 
 class Transport(Protocol):
@@ -199,6 +204,24 @@ class SocketTransport:
         if option is not None:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(level, option, value)
+
+
+async def linger(transport: Transport, scratch: memoryview) -> None:
+    """Send nothing more, and read away what the peer still sends, for a while. Raises `ConnectionLostError`.
+
+    Cancellation: the transport can only be closed.
+    """
+    transport.finish_sending()
+    dropped = 0
+    with trio.move_on_after(LINGER_S):
+        while dropped < LINGER_BYTES:
+            received = transport.recv_into_nowait([scratch])
+            if received is None:
+                await transport.wait_readable()
+            elif received == 0:
+                return
+            else:
+                dropped += received
 
 
 def _name(address: object) -> str:

@@ -11,6 +11,7 @@ renamed, linked or removed) once `sync_directory` returned. Nothing else, and no
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -24,6 +25,9 @@ from pion.replies import Buffer
 
 SYNC_FILE_RANGE_WRITE: Final = 2
 """Linux's flag: start writing the dirty pages of the range, wait for nothing (sync_file_range(2))."""
+
+WRITEBACK_UNKNOWN: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
+"""What the call says where the system or the file system doesn't have it; then nothing was tried."""
 
 SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
 """Linux's flags: write the dirty pages of the range, and wait until that is done; no metadata, no cache of the disk."""
@@ -45,8 +49,9 @@ class DiskFile(Protocol):
         """Hint: bytes [start, stop) will be synced soon. Never fails."""
 
     def wait_writeback(self, start: int, stop: int) -> None:
-        """Slow down to the speed of the medium: until these bytes are on their way to it. Never fails, makes nothing
-        durable.
+        """Slow down to the speed of the medium: until these bytes are on their way to it. Makes nothing durable.
+
+        Raises OSError as `sync` does: a failure that is noticed here is not reported again by a later `sync`.
         """
 
     def close(self) -> None:
@@ -203,14 +208,19 @@ class _RealFile:
 
     def wait_writeback(self, start: int, stop: int) -> None:
         """See `DiskFile`."""
-        if _sync_file_range is not None:
-            _sync_file_range(self._descriptor, start, stop - start, SYNC_FILE_RANGE_WAIT)
+        if _sync_file_range is None or not _sync_file_range(
+            self._descriptor, start, stop - start, SYNC_FILE_RANGE_WAIT
+        ):
+            return
+        error = ctypes.get_errno()
+        if error not in WRITEBACK_UNKNOWN:
+            raise OSError(error, os.strerror(error))
 
     def close(self) -> None:
         """See `DiskFile`."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1  # whoever comes now must not use its next owner's
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class _RealMapping:
@@ -260,7 +270,9 @@ def _sysctl(name: str) -> str:
 
 
 def _find_sync_file_range(platform: str = sys.platform) -> Callable[[int, int, int, int], object] | None:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None) if platform.startswith("linux") else None
+    function = (
+        getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None) if platform.startswith("linux") else None
+    )
     if function is not None:
         function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return function

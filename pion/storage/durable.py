@@ -44,6 +44,11 @@ class Captured:
         """Whether `moved` is to be called."""
         return False
 
+    @property
+    def lost(self) -> bool:
+        """Whether the parts stand for data that can't be read any more; it stays unreadable."""
+        return False
+
     def verify(self) -> bool:
         """Whether the parts are what was stored. Called in a thread before they are written; may block."""
         return True
@@ -124,6 +129,8 @@ class Dormant(Durable):
 
     family: str
     _records: list[tuple[bytes, Region | None]] = attrs.field(factory=list)
+    _lost: set[int] = attrs.field(factory=set)
+    """Which of them have data that can't be read: whether they can do without it is for the family to say."""
 
     def replay(self, meta: bytes, data: Region | None) -> None:
         """See `Durable`."""
@@ -132,11 +139,11 @@ class Dormant(Durable):
     def capture(self) -> Iterator[Captured]:
         """See `Durable`."""
         for index, (meta, data) in enumerate(self._records):
-            yield _DormantRecord(self, index, meta, data)
+            yield _DormantRecord(self, index, meta, data, lost=index in self._lost)
 
     def forget(self, index: int) -> None:
         """A record's data is damaged."""
-        self._records[index] = (self._records[index][0], None)
+        self._lost.add(index)
 
     def move(self, index: int, region: Region) -> None:
         """A record's data lies elsewhere now."""
@@ -144,20 +151,25 @@ class Dormant(Durable):
 
 
 class _DormantRecord(Captured):
-    __slots__ = ("_data", "_dormant", "_index")
+    __slots__ = ("_data", "_dormant", "_index", "_lost")
 
-    def __init__(self, dormant: Dormant, index: int, meta: bytes, data: Region | None) -> None:
-        super().__init__(meta, () if data is None else (data.view(),))
+    def __init__(self, dormant: Dormant, index: int, meta: bytes, data: Region | None, *, lost: bool) -> None:
+        super().__init__(meta, (b"\0",) if lost else () if data is None else (data.view(),))
         self._dormant = dormant
         self._index = index
         self._data = data
+        self._lost = lost
 
     @property
     def follows(self) -> bool:
         return self._data is not None
 
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
     def verify(self) -> bool:
-        return self._data is None or self._data.verify()
+        return self._data is None or self._lost or self._data.verify()
 
     def damaged(self) -> None:
         self._dormant.forget(self._index)

@@ -110,7 +110,7 @@ class _Examiner:
     def _kind(self, name: str) -> str:
         if name == self._snapshot:
             return "snapshot"
-        if name == self._snapshot + TEMPORARY:
+        if name.startswith(self._snapshot + ".") and name.endswith(TEMPORARY):
             return "unfinished"
         if segment_number(self._worker, name) is not None:
             return "log"

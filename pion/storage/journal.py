@@ -14,8 +14,8 @@ class Journal(Protocol):
     def check(self) -> None:
         """Raises MisconfError while changes that a client asks for are refused."""
 
-    def append(self, change: Change, *, created: bool) -> Awaitable[None] | None:
-        """Queue one change; can't block and can't fail. `created` says that it made a session that was not there.
+    def append(self, change: Change, *, created: int) -> Awaitable[None] | None:
+        """Queue one change; can't block and can't fail. `created` says how many sessions it made.
 
         What it returns is awaited by the handler before it replies; cancelling that wait does not undo the change. It
         may also be thrown away (an eviction waits with the change that needed it, an expiry is awaited by nobody), so
@@ -35,5 +35,5 @@ class NullJournal:
     def check(self) -> None:
         """Nothing can fail."""
 
-    def append(self, change: Change, *, created: bool) -> None:
+    def append(self, change: Change, *, created: int) -> None:
         """Forget the change."""

@@ -325,10 +325,11 @@ def _replay(disk: Disk, name: str, owners: dict[str, Durable], found: Found, ste
 
 def _tidy(disk: Disk, worker: int, found: Found) -> None:
     """Remove what an interrupted snapshot or segment left behind."""
-    for name in [snapshot_name(worker) + TEMPORARY, *found.unreadable]:
-        if disk.exists(name):
-            logger.info("%s: removing %s, which was never finished", disk.where, name)
-            try:
-                disk.unlink(name)
-            except OSError as error:
-                logger.warning("%s: can't remove %s: %s", disk.where, name, error)
+    own = snapshot_name(worker) + "."
+    unfinished = [name for name in disk.names() if name.startswith(own) and name.endswith(TEMPORARY)]
+    for name in [*unfinished, *found.unreadable]:
+        logger.info("%s: removing %s, which was never finished", disk.where, name)
+        try:
+            disk.unlink(name)
+        except OSError as error:
+            logger.warning("%s: can't remove %s: %s", disk.where, name, error)

@@ -52,9 +52,9 @@ async def repair(disk: Disk, found: Examination, names: dict[str, str]) -> None:
         disk.sync_directory(snapshot_name(found.worker))
         await _write_snapshot(disk, found, position)
     except BaseException:
-        # Not that of the snapshot: if the new one has taken its name, this is the only one that the old one has.
-        kept = names.get(snapshot_name(found.worker))
-        _undo(disk, [*(new for new in done if new != kept), segment_name(found.worker, position.number)])
+        # Segments still have their old names. The snapshot and an unfinished one may have lost theirs to the new one.
+        both = [new for old, new in names.items() if found.files[old].kind == "log" and new in done]
+        _undo(disk, [*both, segment_name(found.worker, position.number)])
         raise
     for old in names:
         if old != snapshot_name(found.worker) and disk.exists(old):

@@ -7,9 +7,10 @@ store can't be sure of what it does not see, so each record is checked as if a c
 - *Records that can't be read* may have stored, replaced or dropped anything. What could be changed then (lone sessions,
   prefixes that were not declared, pending ones) is left out. A complete prefix can't be changed, only dropped or made
   anew, so it stays as it was: what was dropped by a lost record is there again.
-- *What follows a loss* is kept if it needs nothing from before it: a prefix or session that is made anew, and changes
-  of what is there. Rows for something that isn't there, or that is complete and so must have been made anew in between,
-  make that left out; so is a prefix that continues one from before the loss, if enough was lost to make that anew, too.
+- *What follows a loss* is kept if it needs nothing from before it: a prefix or session that is made then, and changes
+  of what is there. What can't follow what is left shows that something else is there in truth: rows for what isn't
+  there or is complete, options of what isn't there, the making of what is there. That is left out, and kept again from
+  where it is made. So is a prefix that continues one from before the loss, if enough was lost to make that one anew.
 - *Other families* can't be looked into: one of which a record is damaged or may be lost is left out as a whole.
 
 A prefix or session that is left out goes with all that continues it. So whatever is kept is one generation of it, with
@@ -33,16 +34,15 @@ from pion.storage.changes import (
     Register,
     SetExpiry,
     SetPin,
-    StoreRows,
 )
 from pion.storage.durable import Dormant, Durable
 from pion.storage.journal import NullJournal
 from pion.storage.ledger import Ledger, Memory, Raw
 from pion.storage.region import MappedMemory, Region
-from pion.storage.unit import Unit, split_sid
+from pion.storage.unit import SUFFIXES, Unit, split_sid
 from pion.storage.vstore import VStore
 from pion.storage.vstore_log import MAP_FROM_BYTES, VStoreLog
-from pion.storage.vstore_records import unpack
+from pion.storage.vstore_records import is_again, unpack
 
 VSTORE: Final = VStoreLog.family
 
@@ -118,7 +118,7 @@ class Salvage:
         if not intact:
             return self._leave_out(key, f"{place} is damaged")
         if not self._whole:
-            return self._replay_checked(change, key, place)
+            return self._replay_checked(change, key, place, again=is_again(meta))
         try:
             self.store.replay(change)
         except (AssertionError, LookupError, CommandError) as error:
@@ -193,7 +193,7 @@ class Salvage:
             self._older.discard(each)
         return [describe(each) for each in keys]
 
-    def _replay_checked(self, change: Change, key: Key, place: str) -> list[str]:
+    def _replay_checked(self, change: Change, key: Key, place: str, *, again: bool) -> list[str]:
         if isinstance(change, DropPrefix | DropSession | EvictSession):
             return self._replay_drop(change, key, place)
         if isinstance(change, SetExpiry | SetPin):
@@ -202,15 +202,21 @@ class Salvage:
             return []
         if isinstance(change, Register) and change.parent is not None and not self._continues_known(change):
             return self._leave_out(key, f"it continues {show(change.parent)}, which is not there or may be older")
-        refusal, left_out = self._refusal(change), list[str]()
-        if refusal and not isinstance(change, StoreRows):
-            # It was made anew, after what is here had been dropped.
-            left_out = self._leave_out(key, f"{place} can't follow what is left before it: {refusal}")
-            refusal = self._refusal(change)
+        left_out: list[str] = []
+        if isinstance(change, CreateSession | Register) and not again and self._has_all(change):
+            left_out = self._leave_out(key, f"{place} makes it, so what was there before had been dropped")
+        elif isinstance(change, CreateSession | Register) and again and not self._has_all(change):
+            return self._leave_out(key, "the record that made it can't be read")
+        refusal = self._refusal(change)
         if refusal:
             return left_out + self._leave_out(key, f"{place} can't follow what is left before it: {refusal}")
         self.store.replay(change)
         return left_out
+
+    def _has_all(self, change: CreateSession | Register) -> bool:
+        """Whether all sessions are there that the change makes if they aren't."""
+        sids = [change.sid] if isinstance(change, CreateSession) else [change.ns + suffix for suffix in SUFFIXES]
+        return all(self.store.held_session(sid) is not None for sid in sids)
 
     def _replay_drop(self, change: DropPrefix | DropSession | EvictSession, key: Key, place: str) -> list[str]:
         unit = self._find(key)

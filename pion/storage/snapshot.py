@@ -26,7 +26,6 @@ from pion.storage.durable import Captured, Durable
 from pion.storage.region import PIECE_BYTES, Region
 from pion.storage.segments import snapshot_name
 from pion.storage.snapshot_format import (
-    PACK_BYTES,
     Entry,
     Identity,
     TableWriter,
@@ -35,6 +34,7 @@ from pion.storage.snapshot_format import (
     most_tensors,
     own_tensor_bytes,
     room_for_header,
+    shared_tensor_bytes,
 )
 from pion.storage.wal import Log
 
@@ -72,6 +72,7 @@ class _File:
         self._identity = identity
         self._salt = identity.salt
         self._own_bytes = own_tensor_bytes(payload_bytes)
+        self._shared_bytes = shared_tensor_bytes(payload_bytes)
         self._most = most_tensors(payload_bytes)
         self._room = room_for_header(self._most)
         self._table = TableWriter(identity)
@@ -98,7 +99,9 @@ class _File:
                 raise DamagedRowsError(captured)
             start, nbytes = self._position, sum(len(part) for part in captured.parts)
             seed = entry_seed(self._salt, family, captured.meta, start)
-            entry = Entry(family, captured.meta, start, nbytes, seed, _digest(captured.parts, seed))
+            # What is lost gets a wrong checksum: nobody must take what stands for it for what it was.
+            checksum = _digest(captured.parts, seed) ^ captured.lost
+            entry = Entry(family, captured.meta, start, nbytes, seed, checksum)
             self._table.add(entry)
             if nbytes:
                 self._write(captured.parts, nbytes)
@@ -121,7 +124,7 @@ class _File:
             self._shared += nbytes
         self._file.write(parts)
         self._position += nbytes
-        if self._shared >= PACK_BYTES:
+        if self._shared >= self._shared_bytes:
             self._end_shared()
 
     def _end_shared(self, *, last: bool = False) -> None:
@@ -213,10 +216,10 @@ class Snapshotter:
             # What it covers must be in the log, too: else its number would be given again, to another change.
             try:
                 await self._log.wait_written(covers)
-            except OSError:
+                mapping = await trio.to_thread.run_sync(self._publish, path, limiter=self._limiter)
+            except BaseException:
                 file.abandon()
                 raise
-            mapping = await trio.to_thread.run_sync(self._publish, path, limiter=self._limiter)
             await self._move(file.followed, mapping)
             await self._log.remove_covered(covers)
             self._bytes = len(mapping.view)
@@ -254,7 +257,7 @@ class Snapshotter:
         temporary = [name + TEMPORARY]
         try:
             if path is not None:
-                other = path + TEMPORARY
+                other = f"{name}.copy{TEMPORARY}"  # a name of ours, which the next start would remove
                 temporary.append(other)
                 if disk.exists(other):
                     disk.unlink(other)

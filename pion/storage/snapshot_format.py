@@ -28,10 +28,12 @@ OWN_TENSOR_BYTES: Final = 64 * KIB
 """Data from here on has a tensor of its own; shorter ones share one."""
 
 MOST_TENSORS: Final = 100_000
-"""Tensors of their own in one file: about 10 MB of header, a tenth of what safetensors readers accept."""
+"""Tensors of their own in one file. With shared ones between them, and beside them, the header has up to 30 MB; that is
+a third of what safetensors readers accept.
+"""
 
 PACK_BYTES: Final = MIB
-"""A shared tensor is closed once it has this much."""
+"""A shared tensor is closed once it has this much; more in a large file."""
 
 HEADER_LENGTH: Final = struct.Struct("<Q")
 _IDENTITY: Final = struct.Struct("<IQ16s")
@@ -97,9 +99,15 @@ def own_tensor_bytes(payload_bytes: int) -> int:
     return max(OWN_TENSOR_BYTES, payload_bytes // MOST_TENSORS)
 
 
+def shared_tensor_bytes(payload_bytes: int) -> int:
+    """At which size a shared tensor is closed, so that the header stays small."""
+    return max(PACK_BYTES, payload_bytes // MOST_TENSORS)
+
+
 def most_tensors(payload_bytes: int) -> int:
     """How many tensors a file with about so much data may need: large ones, and shared ones between them."""
-    return 2 * (payload_bytes // own_tensor_bytes(payload_bytes)) + payload_bytes // PACK_BYTES + 16
+    own, shared = own_tensor_bytes(payload_bytes), shared_tensor_bytes(payload_bytes)
+    return 2 * (payload_bytes // own) + payload_bytes // shared + 16
 
 
 def room_for_header(tensors: int) -> int:
@@ -198,6 +206,8 @@ def parse(data: memoryview) -> Snapshot:
         about = tensors.get("__metadata__", {})
         kind, version = about.get("format"), about.get("version")
         first, last = tensors[TABLE]["data_offsets"] if TABLE in tensors else (0, 0)
+        if type(first) is not int or type(last) is not int:
+            raise TypeError
         start, stop = len(file_header) + first, len(file_header) + last
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise FormatError("its header is damaged, at byte 8") from error

@@ -215,7 +215,7 @@ class VStore:
             self.before_change(change)
         sessions_before = self.sessions
         apply(self, change)
-        return self.journal.append(change, created=self.sessions > sessions_before)
+        return self.journal.append(change, created=max(0, self.sessions - sessions_before))
 
     def drop_unit(self, unit: Unit, reason: Reason) -> None:
         """Drop a prefix or a lone session with all that continues it, if it is still there."""

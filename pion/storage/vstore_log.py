@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import Final
 
 from pion.config import KIB
+from pion.errors import CommandError
 from pion.replies import Buffer
 from pion.storage.block import Block, Layer
 from pion.storage.changes import (
@@ -15,10 +16,10 @@ from pion.storage.changes import (
     CreateSession,
     DropPrefix,
     DropSession,
-    EvictSession,
     Hashes,
     Reason,
     Register,
+    SetExpiry,
     SetPin,
     StoreRows,
 )
@@ -37,7 +38,7 @@ MAP_FROM_BYTES: Final = 64 * KIB
 SORTED_UNITS: Final = 100_000
 """Up to so many units a snapshot has them in their order of use; sorting more would hold the loop."""
 
-_Item = tuple[Change, bool]
+_Item = tuple[Change, int]
 
 
 class VStoreLog(Durable):
@@ -47,7 +48,8 @@ class VStoreLog(Durable):
 
     def __init__(self, store: VStore) -> None:
         self._store = store
-        self._damaged: dict[bytes, None] = {}
+        self._damaged: dict[Unit, None] = {}
+        """What has rows that can't be read, while records are replayed."""
         store.journal = self
 
     # Journal.
@@ -57,7 +59,7 @@ class VStoreLog(Durable):
         """Bytes on disk."""
         return self.log.size_bytes if self.log is not None else 0
 
-    def append(self, change: Change, *, created: bool) -> Awaitable[None] | None:
+    def append(self, change: Change, *, created: int) -> Awaitable[None] | None:
         """See `Journal`."""
         rows = change.data if type(change) is StoreRows else b""
         return self.keep((change, created), 0 if isinstance(rows, Memory) else len(rows))
@@ -66,9 +68,9 @@ class VStoreLog(Durable):
 
     def encode(self, item: _Item) -> Record:
         """See `Durable`."""
-        change = item[0]
+        change, created = item
         rows = change.data if type(change) is StoreRows and not isinstance(change.data, Memory) else None
-        return Record(pack(change), rows)
+        return Record(pack(change, again=not created and isinstance(change, CreateSession | Register)), rows)
 
     def replay(self, meta: bytes, data: Region | None) -> None:
         """See `Durable`. Raises ValueError."""
@@ -84,35 +86,33 @@ class VStoreLog(Durable):
                     damaged = True
         change = unpack(meta, rows)
         if type(change) is StoreRows and damaged:
-            self._damaged[_unit_name(change.sid)] = None
+            found = self._store.held_session(change.sid)
+            if found is not None:
+                self._damaged[found[0]] = None
             return
-        if type(change) is DropPrefix:
-            self._damaged.pop(change.ns, None)
-        elif type(change) is DropSession or type(change) is EvictSession:
-            self._damaged.pop(_unit_name(change.sid), None)
         try:
             self._store.replay(change)
-        except (AssertionError, LookupError) as error:
+        except (AssertionError, LookupError, CommandError) as error:
             raise ValueError(f"{type(change).__name__} of something that is not there") from error
 
     def finish_replay(self) -> None:
         """See `Durable`."""
-        for name in self._damaged:
-            unit = self._store.prefixes.get(name) or self._store.lone.get(name)
-            if unit is not None:
+        damaged, self._damaged = self._damaged, {}
+        for unit in damaged:
+            if (self._store.lone if unit.lone else self._store.prefixes).get(unit.name) is unit:
                 self._store.drop_damaged(unit)
-        self._damaged = {}
         self._store.finish_replay()
 
     def undo(self, items: Sequence[_Item]) -> None:
         """See `Durable`. What was created goes; so does a declared prefix of which a row is missing in the log.
 
-        Rows that were stored in an open session stay as they are now: the client was told that it can't be sure.
+        What was there before stays, as it is now: with rows that were stored in an open session, with a second side.
+        The client was told that it can't be sure.
         """
         store = self._store
         for change, created in items:
             unit: Unit | None = None
-            if type(change) is Register and created:
+            if type(change) is Register and created == len(SIDES):
                 unit = store.prefixes.get(change.ns)
             elif type(change) is CreateSession and created:
                 found = store.held_session(change.sid)
@@ -129,9 +129,12 @@ class VStoreLog(Durable):
         return _Capture(self._store)
 
 
-def _unit_name(sid: bytes) -> bytes:
-    split = split_sid(sid)
-    return split[0] if split else sid
+def _unit(store: VStore, change: Change) -> Unit | None:
+    """What a change is about; a lone session and a prefix may have the same name."""
+    if isinstance(change, Register | DropPrefix | SetExpiry | SetPin):
+        return store.prefixes.get(change.ns)
+    split = split_sid(change.sid)
+    return store.lone.get(change.sid) if split is None else store.prefixes.get(split[0])
 
 
 class _Capture:
@@ -163,8 +166,7 @@ class _Capture:
         self._left, self._taken = {}, deque()
 
     def _before(self, change: Change) -> None:
-        name = _unit_name(change.sid) if hasattr(change, "sid") else change.ns
-        unit = self._store.prefixes.get(name) or self._store.lone.get(name)
+        unit = _unit(self._store, change)
         if unit is not None:
             self._take(unit)
             if type(change) is DropPrefix:

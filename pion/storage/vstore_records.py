@@ -34,6 +34,11 @@ _DECLARATION: Final = struct.Struct("<III")
 _EXPIRY: Final = struct.Struct("<d")
 _REASONS: Final = tuple(Reason)
 
+AGAIN: Final = 128
+"""Set in the kind of a `Register` or `CreateSession` that made no session, as they were there: a repair can tell then
+whether it knows all that belongs to them.
+"""
+
 HAS_DECLARATION: Final = 1
 HAS_HASHES: Final = 2
 HAS_META: Final = 4
@@ -161,17 +166,22 @@ _READERS: Final[dict[int, Callable[[_Reader, Raw | Memory], Change]]] = {
 }
 
 
-def pack(change: Change) -> bytes:
-    """The meta part of a change's record; rows of a `StoreRows` travel beside it."""
+def pack(change: Change, *, again: bool = False) -> bytes:
+    """The meta part of a change's record; rows of a `StoreRows` travel beside it. `again`: see `AGAIN`."""
     number, packer = _PACKERS[type(change)]
-    return bytes((number,)) + packer(change)
+    return bytes((number | AGAIN * again,)) + packer(change)
+
+
+def is_again(meta: bytes) -> bool:
+    """Whether a record that `unpack` takes has the mark `AGAIN`."""
+    return bool(meta[0] & AGAIN)
 
 
 def unpack(meta: bytes, data: Raw | Memory) -> Change:
     """The change that `pack` packed, with its rows. Raises ValueError if it is none."""
     try:
         reader = _Reader(meta)
-        number = reader.unpack(_FLAGS)[0]
+        number = reader.unpack(_FLAGS)[0] & ~AGAIN
         if number not in _READERS:
             raise ValueError(f"unknown kind of change, {number}")
         change = _READERS[number](reader, data)

@@ -247,6 +247,8 @@ class Log:
         """
         await trio.to_thread.run_sync(self._begin, limiter=self._write_limiter)
         self.broken = False
+        if self._sync is Sync.ALWAYS and not self.error:
+            self._durable = self._written
 
     def _begin(self) -> None:
         self._writer.begin(self.sequence + 1)

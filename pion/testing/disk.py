@@ -242,11 +242,13 @@ class MemoryDisk:
         part: Callable[[int], None] = lambda size: None,
     ) -> None:
         with self._lock:
-            if self.died:
-                raise ProcessDied
+            self._check_alive()
             operation = Operation(len(self.operations) + 1, kind, name, nbytes)
             self.operations.append(operation)
-            fault = self.plan(operation) if self.plan is not None else None
+        # Without the lock: a plan may look at the disk, and may let a thread wait while others go on.
+        fault = self.plan(operation) if self.plan is not None else None
+        with self._lock:
+            self._check_alive()
             if fault is None or fault.done:
                 effect()
             elif fault.done_bytes:
@@ -257,6 +259,10 @@ class MemoryDisk:
                 self.died = True
                 raise ProcessDied(operation)
             raise OSError(fault.error, os.strerror(fault.error), name)
+
+    def _check_alive(self) -> None:
+        if self.died:
+            raise ProcessDied
 
     def _count(self) -> int:
         """The number of the operation that is taking effect, across restarts of the process."""

@@ -34,7 +34,7 @@ class Recorder:
     def check(self) -> None:
         """Memory doesn't fail."""
 
-    def append(self, change: Change, *, created: bool) -> None:
+    def append(self, change: Change, *, created: int) -> None:
         self.changes.append(change)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.crash.cycles import BrokenError, Cycle, Run
+from tests.crash.cycles import COUNTS, DECK, BrokenError, Cycle, Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,11 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(console: Console, run: Run, seconds: float) -> None:
     """The summary."""
-    table = Table(title=f"Seed {run.seed}: nothing lost, nothing wrong")
+    console.print(f"seed {run.seed}: nothing acknowledged was lost, nothing was wrong", highlight=False)
+    table = Table()
     table.add_column("count")
     table.add_column("value", justify="right")
-    for name, value in run.counts.items():
-        table.add_row(name, f"{value:,}")
+    for name in COUNTS:
+        table.add_row(name, f"{run.counts[name]:,}")
+    table.add_section()
+    for end in dict.fromkeys(DECK):
+        table.add_row(f"ended by: {end}", f"{run.counts[f'ended by: {end}']:,}")
+    table.add_section()
     table.add_row("seconds", f"{seconds:,.0f}")
     console.print(table)
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -28,14 +28,36 @@ from tests.crash.wire import CONNECTION_ERRORS, PATIENCE_S, ViolationError, Wire
 CLIENTS: Final = 5
 MODES: Final = ("always", "everysec", "no")
 
-DECK: Final = ("load", "growth", "growth", "snapshot", "unfinished", "named", "start", "replay", "fresh", "term")
-"""How the server ends, ten cycles' worth, shuffled by the seed. SIGKILL under load: at any moment, while the log is
-written (twice), after KV.PREFIX.SAVE was asked for, while the snapshot is written, when it has just got its name.
-SIGKILL at any moment of the start, while the directory is read, right after the start. SIGTERM under load.
+KILLED_BY_ANOTHER: Final = ("growth", "unfinished", "named", "removed")
+SNAPSHOT_ENDS: Final = ("snapshot", "unfinished", "named", "removed")
+WITHOUT_LOAD: Final = ("start", "replay", "fresh")
+DECK: Final = ("load", "growth", "growth", *SNAPSHOT_ENDS, *WITHOUT_LOAD, "term")
+"""How the server ends, shuffled by the seed. SIGKILL under load: at any moment, while the log is written (twice), after
+KV.PREFIX.SAVE was asked for, while the snapshot is written, when it has just got its name, when the log that it covers
+has begun to go. SIGKILL at any moment of the start, while the directory is read, right after the start. SIGTERM under
+load.
 """
 
-SNAPSHOT_ENDS: Final = ("snapshot", "unfinished", "named")
 KILLER: Final = Path(__file__).with_name("killer.py")
+
+COUNTS: Final = (
+    "cycles",
+    "verified starts",
+    "operations acknowledged",
+    "operations in flight",
+    "rows compared",
+    "rows compared under load",
+    "snapshots taken",
+    "kills during a snapshot",
+    "snapshots left unfinished",
+    "replayed records",
+    "cut tails",
+    "bytes cut",
+    "evicted sessions",
+)
+"""What a run counts. In flight is what was unanswered when a server died. Rows compared under load are those that
+another client looked at; rows compared are all the others, most of them after a start.
+"""
 
 TIGHT_SESSIONS: Final = 64
 """--max-sessions in cycles with evictions: less than the clients make, more than they may pin."""
@@ -122,9 +144,9 @@ class Run:
             if not deck:
                 deck = list(DECK)
                 rng.shuffle(deck)
+            if not number:  # the first has nothing to read yet
+                deck.append(deck.pop(next(at for at, end in enumerate(deck) if end not in WITHOUT_LOAD)))
             end = deck.pop()
-            # The first has nothing to read yet.
-            end = "load" if not number and end in ("start", "fresh", "replay") else end
             saves = end in SNAPSHOT_ENDS or rng.random() < 0.3
             yield Cycle(number, MODES[number % 3], end, tight=rng.random() < 0.4, saves=saves)
 
@@ -154,12 +176,15 @@ class Run:
     @contextmanager
     def _server(self, cycle: Cycle, directory: Path | None = None) -> Iterator[ServerProcess]:
         began_s = time.monotonic()
-        try:
-            with ServerProcess("--kvcache", "--dir", str(directory or self.directory), *cycle.options) as server:
-                self._start_s = time.monotonic() - began_s
-                yield server
-        except RuntimeError as error:
-            raise ViolationError(f"the server does not start: {error}") from error
+        with ExitStack() as stack:
+            try:
+                server = stack.enter_context(
+                    ServerProcess("--kvcache", "--dir", str(directory or self.directory), *cycle.options)
+                )
+            except RuntimeError as error:
+                raise ViolationError(f"the server does not start: {error}") from error
+            self._start_s = time.monotonic() - began_s
+            yield server
 
     def _verify(self, server: ServerProcess, cycle: Cycle, threads: ThreadPoolExecutor) -> None:
         with Wire(server.port) as wire:
@@ -238,11 +263,11 @@ class Run:
         self, server: ServerProcess, life: Life, cycle: Cycle, running: list[Future[Any]], rng: random.Random
     ) -> None:
         """SIGKILL at the moment that the cycle wants."""
-        if cycle.end in ("growth", "unfinished", "named"):
+        if cycle.end in KILLED_BY_ANOTHER:
             command = [sys.executable, "-I", "-S", str(KILLER), str(server.pid), str(self.directory), cycle.end]
             with subprocess.Popen(command) as killer:
                 try:
-                    self._await_death(server, running)
+                    self._await_death(server, killer, running)
                 finally:
                     killer.kill()
         elif cycle.end == "snapshot":
@@ -255,12 +280,16 @@ class Run:
             self._wait(running, rng.uniform(0, 1.1 * sum(durations) / len(durations)))
         life.stop.set()
         server.kill()
+        if server.process.returncode != -signal.SIGKILL:
+            raise ViolationError(f"the server ended by itself, with exit code {server.process.returncode}")
 
-    def _await_death(self, server: ServerProcess, running: list[Future[Any]]) -> None:
+    def _await_death(self, server: ServerProcess, killer: subprocess.Popen[bytes], running: list[Future[Any]]) -> None:
         """Until another process has killed it. A client may find something wrong before."""
         until = time.monotonic() + PATIENCE_S
         while server.process.poll() is None:
             self._wait(running, 0.01)
+            if killer.poll():
+                raise RuntimeError(f"{KILLER.name} failed")
             if time.monotonic() > until:
                 raise ViolationError("the moment to kill it did not come")
 

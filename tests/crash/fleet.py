@@ -18,6 +18,9 @@ from tests.crash.verify import find_state
 from tests.crash.wire import CONNECTION_ERRORS, Refused, ViolationError, Wire
 
 PIPELINE_MOST: Final = 8
+BULKY_CLIENTS: Final = 2
+"""Clients that store large rows, so that a kill finds the log in the middle of a record."""
+
 
 BACKUPS: Final = (b"copy-0.safetensors", b"copy-1.safetensors")
 """Paths that KV.PREFIX.SAVE gets; used again and again."""
@@ -66,7 +69,7 @@ class Client:
     planner: Planner = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.planner = Planner(self.prefix, random.Random(0), bulky=not self.index)
+        self.planner = Planner(self.prefix, random.Random(0), bulky=self.index < BULKY_CLIENTS)
 
     @property
     def prefix(self) -> bytes:
@@ -130,18 +133,16 @@ class Client:
     def _leave(self, wire: Wire, life: Life) -> Wire:
         """Close the connection that fills prefixes, and see them go."""
         wire.close()
-        wire = Wire(life.port)
         pending = [unit for unit in self.state.values() if unit.pending]
         until = time.monotonic() + LEAVING_S
-        for unit in pending:
-            while not refusal(wire.call(b"V.INFO", unit.name + SUFFIXES[0])):
-                if time.monotonic() > until:
-                    raise ViolationError(
-                        f"{unit.name.decode()} is pending, {LEAVING_S:.0f} s after its client has left"
-                    )
-                time.sleep(0.001)
-            self.state = without(self.state, unit.name)
-        return wire
+        with Wire(life.port) as other:
+            for unit in pending:
+                while not refusal(other.call(b"V.INFO", unit.name + SUFFIXES[0])):
+                    if time.monotonic() > until:
+                        raise ViolationError(f"{unit.name.decode()} is pending, its client left {LEAVING_S:.0f} s ago")
+                    time.sleep(0.001)
+                self.state = without(self.state, unit.name)
+        return Wire(life.port)
 
 
 def watch(life: Life, rng: random.Random, board: Board) -> int:

@@ -1,7 +1,7 @@
 """SIGKILL at a moment that shows in a directory; a process of its own, since the clients' threads would delay it.
 
 `killer.py PID DIRECTORY WHEN`, where WHEN is `growth` (the log is being written), `unfinished` (a snapshot is being
-written) or `named` (a snapshot has just got its name, and the log that it covers is about to go).
+written), `named` (a snapshot has just got its name) or `removed` (the log that it covers has begun to go).
 """
 
 from __future__ import annotations
@@ -18,25 +18,37 @@ LOG = "pion.vstore.0.log."
 LOOK_S = 0.05
 """How often is looked for a new segment."""
 
-MUCH_BYTES = 1 << 16
+MUCH_BYTES = 1 << 17
 
 
 def main() -> None:
-    """Wait for the moment, then kill. Ends by itself when there is nothing to kill, or is killed by its parent."""
+    """Wait for the moment, then kill. Whoever started it ends it if the moment doesn't come."""
     pid, directory, when = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    unfinished = directory / UNFINISHED
     if when == "growth":
         _await_growth(directory)
-    else:
-        while not unfinished.exists():
+    elif when == "removed":
+        oldest = min(_segments(directory))
+        while _size(oldest) >= 0:
             pass
-        if when == "unfinished":
-            size = unfinished.stat().st_size
-            while unfinished.exists() and unfinished.stat().st_size == size:
-                pass
-        while when == "named" and unfinished.exists():
+    else:
+        unfinished = directory / UNFINISHED
+        while (size := _size(unfinished)) < 0:
+            pass
+        while _size(unfinished) == size if when == "unfinished" else _size(unfinished) >= 0:
             pass
     os.kill(pid, signal.SIGKILL)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 if it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _segments(directory: Path) -> list[Path]:
+    return [each for each in directory.iterdir() if each.name.startswith(LOG)]
 
 
 def _await_growth(directory: Path) -> None:
@@ -45,13 +57,9 @@ def _await_growth(directory: Path) -> None:
     path, rest, before = directory, 0, 0
     while True:
         if time.monotonic() - looked_s > LOOK_S:
-            path, looked_s = max(each for each in directory.iterdir() if each.name.startswith(LOG)), time.monotonic()
-            rest = before = path.stat().st_size
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            looked_s = 0.0
-            continue
+            path, looked_s = max(_segments(directory)), time.monotonic()
+            rest = before = _size(path)
+        size = _size(path)
         if size == before:
             rest = size
         elif size >= rest + MUCH_BYTES:

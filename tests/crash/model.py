@@ -171,17 +171,14 @@ def expiry(state: State, unit: Unit) -> Window:
     return min((first for first, _ in windows), default=math.inf), min((last for _, last in windows), default=math.inf)
 
 
-def may_be_evicted(state: State, unit: Unit) -> bool:
-    """Whether a server that is short of sessions may have dropped it."""
-    return (
-        not unit.safe and not unit.pending and all(may_be_evicted(state, child) for child in children(state, unit.name))
-    )
-
-
 def may_be_gone(state: State, name: bytes, now_s: float, *, tight: bool) -> bool:
     """Whether nobody need be surprised that it is not there; `tight` says whether there were evictions."""
     unit = state.get(name)
-    return unit is None or now_s >= expiry(state, unit)[0] or (tight and may_be_evicted(state, unit))
+    if unit is None or now_s >= expiry(state, unit)[0]:
+        return True
+    if not tight or unit.safe or unit.pending:
+        return False
+    return all(may_be_gone(state, child.name, now_s, tight=True) for child in children(state, name))
 
 
 def settled(state: State) -> State:

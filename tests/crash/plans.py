@@ -19,7 +19,7 @@ from tests.crash.model import (
     chain,
     children,
     expiry,
-    may_be_evicted,
+    may_be_gone,
 )
 from tests.crash.steps import Step
 
@@ -226,7 +226,7 @@ class Planner:
     def _change(self, state: State, now_s: float) -> list[Step]:
         """EX, PERSIST or META of a registered prefix, which would be made anew if it had been evicted."""
         units = self._lasting(state, now_s, Kind.DECLARED, Kind.OPEN)
-        units = [unit for unit in units if not (self.tight and may_be_evicted(state, unit))]
+        units = [unit for unit in units if not may_be_gone(state, unit.name, now_s + SOON_S, tight=self.tight)]
         if not units:
             return []
         unit = self.rng.choice(units)

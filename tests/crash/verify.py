@@ -29,6 +29,8 @@ class Asker:
     """Asks a server that nobody changes, each thing once."""
 
     wire: Wire
+    began_s: float = attrs.field(factory=time.time)
+    """No reply is older."""
     _known: dict[Request, Any] = attrs.field(factory=dict)
 
     def ask(self, requests: Iterable[Request]) -> list[Any]:
@@ -61,17 +63,19 @@ class Outcome:
 def find_state(wire: Wire, prefix: bytes, candidates: Sequence[State], *, tight: bool) -> Outcome:
     """Which of the states the server is in, with what was evicted or has expired taken out. Raises ViolationError."""
     asker = Asker(wire)
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}
     for number, candidate in enumerate(candidates):
         try:
             return _compare(asker, prefix, settled(candidate), tight=tight)
         except ViolationError as problem:
-            problems.append(f"with {number} of {len(candidates) - 1} unanswered steps done: {problem}")
-    raise ViolationError("; ".join(problems))
+            problems.setdefault(str(problem), []).append(str(number))
+    if len(candidates) == 1:
+        raise ViolationError(next(iter(problems)))
+    texts = [f"with {', '.join(numbers)}: {problem}" for problem, numbers in problems.items()]
+    raise ViolationError(f"however many of the {len(candidates) - 1} unanswered steps were done: {'; '.join(texts)}")
 
 
 def _compare(asker: Asker, prefix: bytes, state: State, *, tight: bool) -> Outcome:
-    began_s = time.time()
     sids = _listed(asker, b"V.LIST", prefix)
     prefixes = _listed(asker, b"KV.PREFIX.LIST", prefix)
     unknown = sids - {sid for unit in state.values() for sid in unit.sids.values()}
@@ -95,12 +99,12 @@ def _compare(asker: Asker, prefix: bytes, state: State, *, tight: bool) -> Outco
             gone.add(unit.name)
             evicted += 0 if over else len(unit.sides)
             continue
-        if began_s > expiry(state, unit)[1]:
+        if asker.began_s > expiry(state, unit)[1]:
             raise ViolationError(
-                f"{unit.name.decode()} should have expired {began_s - expiry(state, unit)[1]:.3f} s ago"
+                f"{unit.name.decode()} should have expired {asker.began_s - expiry(state, unit)[1]:.3f} s ago"
             )
         try:
-            _check_about(asker, state, unit, began_s)
+            _check_about(asker, state, unit)
             for request, expected, count in its_questions:
                 if wrong := steps.compare(asker.one(*request), expected, unit):
                     raise ViolationError(wrong)
@@ -153,7 +157,7 @@ def _presence(asker: Asker, unit: Unit, sids: set[bytes], prefixes: set[bytes]) 
     return missing, present
 
 
-def _check_about(asker: Asker, state: State, unit: Unit, began_s: float) -> None:
+def _check_about(asker: Asker, state: State, unit: Unit) -> None:
     """Everything about a unit but its rows. Raises ViolationError."""
     declared, registered = unit.kind is Kind.DECLARED, unit.kind in (Kind.DECLARED, Kind.OPEN)
     for side, sid in unit.sids.items():
@@ -189,8 +193,12 @@ def _check_about(asker: Asker, state: State, unit: Unit, began_s: float) -> None
     ttl = asker.one(b"KV.PREFIX.TTL", name)
     if unit.expires is None:
         _same(f"TTL of {name.decode()}", -1, ttl)
-    elif not math.floor(unit.expires[0] - time.time() + 0.5) <= ttl <= math.floor(unit.expires[1] - began_s + 0.5):
-        raise ViolationError(f"TTL of {name.decode()}: {ttl} s, but it expires in {unit.expires[1] - began_s:.3f} s")
+    elif (
+        not math.floor(unit.expires[0] - time.time() + 0.5) <= ttl <= math.floor(unit.expires[1] - asker.began_s + 0.5)
+    ):
+        raise ViolationError(
+            f"TTL of {name.decode()}: {ttl} s, but it expires in {unit.expires[1] - asker.began_s:.3f} s"
+        )
 
 
 def _same(what: str, wanted: object, got: object) -> None:

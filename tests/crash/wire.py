@@ -39,7 +39,11 @@ class Wire:
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:  # of a server that died meanwhile
+            self._socket.close()
+            raise ConnectionResetError(str(error)) from error
         self._file = self._socket.makefile("rb", 1 << 18)
 
     def close(self) -> None:

@@ -112,12 +112,19 @@ class Workload:
             self._note(error)
             code = error.code
         assert not refused or (code, len(self.history.states)) == (MisconfError.code, before)
+        if refused:
+            self.history.check_undone(self.server.store)
 
     async def together(self, *changes: Change) -> None:
         """Each by a client of its own, at once."""
         async with trio.open_nursery() as nursery:
             for change in changes:
                 nursery.start_soon(self.do, change)
+
+    async def one_by_one(self, *changes: Change) -> None:
+        """By one client."""
+        for change in changes:
+            await self.do(change)
 
     async def save(self, path: str | None = None) -> None:
         try:
@@ -150,8 +157,8 @@ class Workload:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.save)
             nursery.start_soon(self.do, store(b"s", 1, 4, 6, 3))
-            nursery.start_soon(self.do, store(b"u_pk", 0, 2, 5, 3))
-        await self.do(DropSession(b"s"))
+            nursery.start_soon(self.one_by_one, store(b"u_pk", 0, 2, 5, 3), DropSession(b"s"), SetPin(b"p", True))
+        await self.do(SetPin(b"p", False))
         await self.do(CreateSession(b"s", SHAPE), store(b"s", 0, 0, 10, 4))
         await self.do(register(b"q", 4))
         await self.do(store(b"q_pk", 0, 0, 4))

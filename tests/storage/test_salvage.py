@@ -73,12 +73,13 @@ class Replay:
         self.salvage.snapshot_ended()
         self.count = 0
 
-    def __call__(self, *changes: Change, intact: bool = True) -> list[str]:
+    def __call__(self, *changes: Change, intact: bool = True, again: bool = False) -> list[str]:
         left_out: list[str] = []
         for change in changes:
             self.count += 1
+            meta = pack(change, again=again)
             data = region(bytes(change.data)) if isinstance(change, StoreRows) else None  # type: ignore[arg-type]
-            left_out += self.salvage.replay(VSTORE, pack(change), data, intact=intact, place=f"record {self.count}")
+            left_out += self.salvage.replay(VSTORE, meta, data, intact=intact, place=f"record {self.count}")
         return left_out
 
     def lose(self, records: int = 10, families: set[str] | None = None) -> list[str]:
@@ -163,14 +164,15 @@ def test_what_is_made_after_the_loss_is_kept(replay: Replay) -> None:
 def test_options_of_a_complete_prefix_go_on(replay: Replay) -> None:
     replay(*complete(b"a", 1))
     replay.lose()
-    replay(register(b"a", 1), SetExpiry(b"a", 5e9), SetPin(b"a", True), SetPin(b"unknown", True))
+    replay(register(b"a", 1), again=True)
+    replay(SetExpiry(b"a", 5e9), SetPin(b"a", True), SetPin(b"unknown", True))
     replay.salvage.finish()
     unit = replay.salvage.store.prefixes[b"a"]
     assert (unit.expires_s, unit.pinned, unit.complete) == (5e9, True, True)
 
 
-@pytest.mark.parametrize("later", [register(b"a", 2), register(b"a", 1, shape=WIDER)])
-def test_a_registration_that_does_not_fit_shows_that_the_prefix_was_dropped(replay: Replay, later: Register) -> None:
+@pytest.mark.parametrize("later", [register(b"a", 1), register(b"a", 2), register(b"a", 1, shape=WIDER)])
+def test_a_prefix_is_made_that_is_there_so_it_had_been_dropped(replay: Replay, later: Register) -> None:
     replay(*complete(b"a", 1))
     replay.lose()
     assert replay(later) == ["prefix 'a'"]
@@ -179,6 +181,23 @@ def test_a_registration_that_does_not_fit_shows_that_the_prefix_was_dropped(repl
         for start in range(later.declaration.tokens if later.declaration else 0):
             replay(StoreRows(b"a" + suffix, 0, start, 1, b"2" * width))
     assert set(replay.end()[False, b"a"]) == {b"2" * width}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (register(b"a", 1, shape=WIDER), "prefix 'a'"),
+        (register(b"b", 1), "prefix 'b'"),
+        (CreateSession(b"s", SHAPE), "session 's'"),
+    ],
+)
+def test_options_of_something_else_than_what_is_there(replay: Replay, change: Change, name: str) -> None:
+    """The record that made it is lost, and with it what else it said: a parent, for one."""
+    replay(*complete(b"a", 1))
+    replay.lose()
+    assert replay(change, again=True) == [name]
+    assert replay(StoreRows(b"a_pk", 0, 0, 1, row(2)), StoreRows(b"s", 0, 0, 1, row(2)))
+    assert {key for key in replay.end() if key in replay.salvage.lost} == set()
 
 
 def test_rows_for_a_complete_prefix_show_that_it_was_made_anew(replay: Replay) -> None:
@@ -299,7 +318,7 @@ Version = tuple[object, ...]
 
 
 def version_of(unit: Unit) -> Version:
-    """A complete prefix with all its rows, and the one that it continues in the same way: neither can change any more."""
+    """A complete prefix with all its rows, and the same of the one that it continues: neither can change any more."""
     parent = version_of(unit.parent) if unit.parent is not None else None
     return unit.name, unit.declaration, unit.offset, *(tuple(rows_of(unit, side).items()) for side in SIDES), parent
 
@@ -310,15 +329,20 @@ class Truth:
 
     random: Random
     store: VStore = attrs.field(factory=lambda: VStore(Config(), FakeClock(), NullJournal(), Ledger()))
-    history: list[Change] = attrs.field(factory=list)
+    history: list[tuple[Change, bool]] = attrs.field(factory=list)
+    """Each with whether it made nothing anew."""
     versions: set[Version] = attrs.field(factory=set)
+    planned: list[Change] = attrs.field(factory=list)
+    """The rest of a prefix that is being stored."""
 
     def make(self, changes: int) -> None:
         while len(self.history) < changes:
             change = self._any()
             if self._is_legal(change):
-                self.history.append(change)
+                before = self.store.sessions
                 self.store.replay(change)
+                made = self.store.sessions > before
+                self.history.append((change, isinstance(change, CreateSession | Register) and not made))
                 self.versions |= {version_of(unit) for unit in self.store.units() if unit.complete}
 
     def _is_legal(self, change: Change) -> bool:
@@ -335,19 +359,22 @@ class Truth:
     def _any(self) -> Change:
         random = self.random
         ns, other = random.sample((b"a", b"b", b"c", b"d"), 2)
-        pending = [unit.name for units in self.store.pending.values() for unit in units]
-        if pending and random.random() < 0.6:
-            ns = random.choice(pending)
         pick = random.random()
+        if self.planned and pick < 0.85:
+            return self.planned.pop(0)
+        if pick < 0.2:
+            declared = [unit.name for unit in self.store.units() if unit.complete and unit.name != ns]
+            parent = random.choice([None, *declared])
+            self.planned = list(complete(ns, len(self.history), random.choice((1, 1, 2)), parent))
+            return self.planned.pop(0)
         if pick < 0.6:
-            sid = random.choice((b"s", b"t", ns + b"_pk", ns + b"_pv", ns + b"_pk", ns + b"_pv"))
+            sid = random.choice((b"s", b"t", ns + b"_pk", ns + b"_pv"))
             return StoreRows(sid, 0, random.randrange(3), 1, row(len(self.history)))
-        if pick < 0.8:
-            parent = random.choice((None, other))
-            return register(ns, random.choice((None, 1, 1, 2, 3)), parent)
+        if pick < 0.75:
+            return register(ns, random.choice((None, 1, 1, 2, 3)), random.choice((None, None, other)))
         if pick < 0.85:
             return CreateSession(random.choice((b"s", b"t")), SHAPE)
-        if pick < 0.95:
+        if pick < 0.93:
             return DropPrefix(ns)
         return random.choice(
             (DropSession(random.choice((b"s", b"t"))), EvictSession(b"s"), SetPin(ns, True), SetExpiry(ns, 5e9))
@@ -371,7 +398,7 @@ def check_kept(salvage: Salvage, truth: Truth) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_lost_nothing_kept_is_wrong(seed: int) -> None:
-    kept = 0
+    kept = chained = 0
     for number in range(100):
         random = Random(seed * 1000 + number)
         truth = Truth(random)
@@ -379,14 +406,16 @@ def test_whatever_is_lost_nothing_kept_is_wrong(seed: int) -> None:
         replay, position = Replay(), 0
         while position < len(truth.history):
             pick = random.random()
-            change = truth.history[position]
+            change, again = truth.history[position]
             records = 1
             if pick < 0.05:
                 records = min(random.choice((1, 1, 2, 3, 8)), len(truth.history) - position)
                 replay.lose(records)
             else:
-                replay(change, intact=pick > 0.07 or not isinstance(change, StoreRows))
+                replay(change, intact=pick > 0.07 or not isinstance(change, StoreRows), again=again)
             position += records
         replay.end()
         kept += check_kept(replay.salvage, truth)
+        chained += sum(unit.complete and unit.parent is not None for unit in replay.salvage.store.units())
     assert kept > 50
+    assert chained > 3

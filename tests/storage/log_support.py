@@ -1,0 +1,151 @@
+"""What the tests of log, snapshot and recovery share: a family of the shortest kind, and threads that can be held."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import pytest
+import trio
+
+from pion.storage import recovery
+from pion.storage.durable import Captured, Durable, Record
+from pion.storage.recovery import Found
+from pion.storage.region import Region
+from pion.storage.wal import Log, Position, Sync
+from pion.testing import MemoryDisk
+
+T = TypeVar("T")
+
+LINEAGE = bytes(range(16))
+FOREVER = 10**9
+
+
+class Notes(Durable):
+    """Keeps texts in order; their data, if any, behind them."""
+
+    family = "notes"
+
+    def __init__(self, family: str = "notes") -> None:
+        self.family = family
+        self.notes: list[bytes] = []
+        self.undone: list[bytes] = []
+
+    def add(self, text: bytes, data: bytes | None = None) -> Awaitable[None] | None:
+        """Add a note; returns what a client waits for."""
+        self.notes.append(text + (data or b""))
+        return self.keep(Record(text, data), len(data or b""))
+
+    def replay(self, meta: bytes, data: Region | None) -> None:
+        if meta.startswith(b"bad"):
+            raise ValueError("a bad note")
+        self.notes.append(meta + (data.read() if data is not None else b""))
+
+    def undo(self, items: Sequence[Any]) -> None:
+        for item in items:
+            self.undone.append(item.meta)
+            self.notes.remove(item.meta + bytes(item.data or b""))
+
+    def capture(self) -> Iterator[Captured]:
+        return iter([Captured(note) for note in self.notes])
+
+
+class Threads:
+    """Stands for `trio.to_thread`: what should run in a thread runs at its place, when the test lets it.
+
+    As there, it can't be cancelled once it has begun, and its limiter says how many run at once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, trio.Event] = {}
+        self.running: list[str] = []
+        """Names of the functions that are under way."""
+
+    def hold(self, name: str) -> None:
+        """Functions of this name wait in the middle from now on."""
+        self._held[name] = trio.Event()
+
+    def release(self, name: str) -> None:
+        """They go on."""
+        self._held.pop(name).set()
+
+    async def run_sync(
+        self, function: Callable[..., T], *args: Any, limiter: trio.CapacityLimiter | None = None, **options: Any
+    ) -> T:
+        """See `trio.to_thread.run_sync`."""
+        name = (function.func if isinstance(function, partial) else function).__name__
+        await trio.lowlevel.checkpoint_if_cancelled()
+        async with limiter or nullcontext():
+            with trio.CancelScope(shield=True):
+                self.running.append(name)
+                await trio.lowlevel.checkpoint()
+                if name in self._held:
+                    await self._held[name].wait()
+                self.running.remove(name)
+                return function(*args)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    threads = Threads()
+    monkeypatch.setattr(trio.to_thread, "run_sync", threads.run_sync)
+    return threads
+
+
+@attrs.define(eq=False)
+class Opened:
+    """A log that runs, with one family."""
+
+    disk: MemoryDisk
+    log: Log
+    notes: Notes
+    nursery: trio.Nursery
+
+    async def add(self, text: bytes, data: bytes | None = None) -> None:
+        """As a command does it. Raises MisconfError."""
+        self.notes.check()
+        await self.notes.room()
+        waiting = self.notes.add(text, data)
+        if waiting is not None:
+            await waiting
+
+    async def stop(self) -> None:
+        """As at the end of a server."""
+        self.nursery.cancel_scope.cancel()
+        await self.log.close()
+
+
+def read(disk: MemoryDisk) -> tuple[Found, Notes]:
+    """What a start finds. Raises StartupError."""
+    notes = Notes()
+    found = recovery.load(disk, 0, [notes])
+    return found, notes
+
+
+def reopened(disk: MemoryDisk, sync: Sync = Sync.ALWAYS, **options: Any) -> tuple[Log, Notes]:
+    """A log behind what is on the disk, not open yet."""
+    found, notes = read(disk)
+    position = found.position if found.segments else Position(1, 1, LINEAGE)
+    options = {"queue_bytes": FOREVER, "segments": found.sizes(), **options}
+    log = Log(disk, 0, position, sync, **options)
+    notes.log = log
+    return log, notes
+
+
+@asynccontextmanager
+async def opened(disk: MemoryDisk, sync: Sync = Sync.ALWAYS, **options: Any) -> AsyncIterator[Opened]:
+    """A log behind what is on the disk, that runs. The block's end is the death of the process."""
+    log, notes = reopened(disk, sync, **options)
+    await log.open()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        yield Opened(disk, log, notes, nursery)
+        nursery.cancel_scope.cancel()
+
+
+def kinds(disk: MemoryDisk, since: int = 0) -> list[str]:
+    """The operations on a disk."""
+    return [operation.kind for operation in disk.operations[since:]]
