@@ -33,4 +33,5 @@ def nothing_is_left_where_the_tests_are_run() -> Iterator[None]:
     data = Path(Config().dir).absolute()
     was_there = data.exists()
     yield
-    assert was_there or not data.exists(), f"a server was started without --dir and made {data}"
+    if data.exists() and not was_there:
+        pytest.fail(f"a server was started without --dir and made {data}")

@@ -35,7 +35,8 @@ METHOD = (
     "--save '', otherwise its defaults, rewriting included.",
     "disk: the same bytes appended to one file with write(2); with everysec fdatasync once a second in between, with "
     "always after each 32 MiB.",
-    "Both servers are sent the same buffers by the same code. A ratio is Pion's MiB/s over the other's.",
+    "Client on one core, the servers on any; both are sent the same buffers by the same code. A ratio is Pion's MiB/s "
+    "over the other's.",
     "The longest stall is the longest time between sending a value and its answer, over all rounds.",
     "small: rows of 2 KiB, V.STORE and always; 16 clients with one command in flight each against one client.",
 )
@@ -111,7 +112,7 @@ def _pion(mode: str, payload: NDArray[np.uint8], seconds: float) -> Sample:
 
 def _redis(mode: str, payload: NDArray[np.uint8], seconds: float) -> Sample:
     heads = [request_head("SET", f"wal{key}", payload=payload.nbytes) for key in range(KEYS)]
-    with peers.redis("--appendonly", "yes", "--appendfsync", mode) as peer, RawClient(peer.port) as client:
+    with durable_redis(mode) as peer, RawClient(peer.port) as client:
         return _storing(client, heads, payload, seconds)
 
 
@@ -146,9 +147,18 @@ def _disk(mode: str, payload: NDArray[np.uint8], seconds: float) -> Sample:
 def durable_pion(mode: str, *args: str) -> Iterator[peers.Peer]:
     """A server on an empty data directory; it is killed at the end, as nobody wants its last snapshot."""
     with peers.data_folder() as path, peers.pion("--wal-sync", mode, "--dir", str(path / "data"), *args) as peer:
+        peer.unpin()
         yield peer
         with RawClient(peer.port) as client:
             client.send(request("SHUTDOWN", "NOSAVE", "NOW"))
+
+
+@contextmanager
+def durable_redis(mode: str) -> Iterator[peers.Peer]:
+    """A Redis server on an empty data directory."""
+    with peers.redis("--appendonly", "yes", "--appendfsync", mode) as peer:
+        peer.unpin()
+        yield peer
 
 
 def _small(report: Report, seconds: float, rounds: int, with_redis: bool) -> None:
@@ -164,7 +174,7 @@ def _small(report: Report, seconds: float, rounds: int, with_redis: bool) -> Non
                 command = request("V.STORE", "small", 0, 0, "AS", "native", row)
                 rates.setdefault(f"Pion, {clients} clients", []).append(_rate(peer, command, clients, seconds))
             if with_redis:
-                with peers.redis("--appendonly", "yes", "--appendfsync", "always") as peer:
+                with durable_redis("always") as peer:
                     command = request("SET", "small", row)
                     rates.setdefault(f"Redis, {clients} clients", []).append(_rate(peer, command, clients, seconds))
     medians = {name: report.samples(what, name, "stores/s", taken).p50 for name, taken in rates.items()}

@@ -142,7 +142,9 @@ def _show(found: Examination) -> None:
     for title in ("file", "kind", "version", "records", "bytes", "sequence", "state"):
         table.add_column(title, justify="right" if title in ("records", "bytes") else "left", no_wrap=True)
     for report in found.files.values():
-        sequence = f"{_number(report.first)} to {_number(report.last)}" if report.kind == "log" else ""
+        sequence = ""
+        if report.kind == "log" and report.last is not None:
+            sequence = f"{report.first} to {report.last}"
         if report.kind == "snapshot" and report.last is not None:
             sequence = f"up to {report.last}"
         table.add_row(
@@ -175,10 +177,6 @@ def _list(title: str, items: list[str]) -> None:
     if items:
         more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
         _say(title + ", ".join(items[:SHOWN]) + more)
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _say(text: str) -> None:

@@ -230,6 +230,7 @@ class Dispatcher:
         if transaction.failed:
             raise ExecAbortError("Transaction discarded because of previous errors.")
         replies: list[Reply] = []
+        unlogged: list[tuple[int, list[Awaitable[None]]]] = []
         left = context.services.config.max_exec_reply_bytes
         turn_end_ns = perf_counter_ns() + TURN_NS
         session.in_exec = True
@@ -246,11 +247,21 @@ class Dispatcher:
                     else:
                         left -= size
                 replies.append(reply)
+                if session.unlogged:
+                    unlogged.append((len(replies) - 1, session.unlogged))
+                    session.unlogged = []
                 if not len(replies) % COMMANDS_PER_TURN or perf_counter_ns() > turn_end_ns:
                     await trio.lowlevel.checkpoint()
                     turn_end_ns = perf_counter_ns() + TURN_NS
         finally:
             session.in_exec = False
+        for index, waits in unlogged:
+            try:
+                for wait in waits:
+                    await wait
+            except CommandError as error:
+                self._monitor.count_error(error.code)
+                replies[index] = ErrorReply(error.code, str(error))
         return replies
 
     def _too_long(self, context: Context, entry: Entry) -> ErrorReply:

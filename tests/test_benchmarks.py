@@ -22,9 +22,9 @@ from benchmarks._lib.report import Report, at_least, at_most
 from benchmarks._lib.stats import interleave, percentile, summarize
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS_REDIS = {"ttft", "bulk", "small", "start"}
+NEEDS_REDIS = {"ttft", "bulk", "small", "start", "wal"}
 
-#: benchmark -> findings with a target that a quick run without Redis must still have.
+#: benchmark -> findings that a quick run without Redis must still have.
 FINDINGS = {
     "ttft": ["first token after 64 tokens: Pion TCP", "4 greedy tokens identical, 2 prompts"],
     "bulk": ["fetch 32 MiB TCP: Pion", "store 32 MiB TCP: Pion"],
@@ -34,6 +34,13 @@ FINDINGS = {
     ],
     "scale": ["LOOKUP server time at 2,000", "MATCH full server time at 2,000", "longest pause while 2,000 register"],
     "start": ["process start to first answer"],
+    "wal": [
+        *(f"store 32 MiB, {mode}: longest stall" for mode in ("everysec", "no")),
+        "store 32 MiB, always: Pion",
+        "stores of one row a second, always: 16 clients",
+    ],
+    "restart": [f"process start to first answer, 0.1 GiB, {files}" for files in ("snapshot", "log")],
+    "pause": ["PING p99 during a snapshot", "anonymous memory during a snapshot"],
 }
 
 

@@ -342,6 +342,39 @@ async def test_a_directory_that_becomes_read_only(read_only: Path) -> None:
         await store(client, "b", 200)
 
 
+def pion(*arguments: str) -> tuple[int, str]:
+    """Run `pion` as a process; its exit status and what it says to others than a terminal."""
+    command = [sys.executable, "-m", "pion", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "\x1b" not in done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_damaged_directory(tmp_path: Path) -> None:
+    """From the refusal to a server that runs again, as an operator does it."""
+    directory = str(tmp_path / "data")
+    with ServerProcess("--dir", directory) as server, PionClient(port=server.port) as client:
+        for number in range(3):
+            put(client, f"ns{number}", 100 * number)
+        server.kill()
+    log = next((tmp_path / "data").glob(f"{SNAPSHOT}.log.*"))
+    data = bytearray(log.read_bytes())
+    at = data.index(rows(100, 4, 8))  # a row of "ns1"
+    data[at] ^= 1
+    log.write_bytes(data)
+    refusal = fails_to_start("--dir", directory)
+    assert f"{directory}/{log.name}: record 7 at byte" in refusal
+    assert f"pion repair {directory}" in refusal
+    status, text = pion("check", directory)
+    assert status == 1
+    assert f"problem: {log.name}, byte {at}: the 128 bytes of data of record 7" in text
+    assert "left out: prefix 'ns1'" in text
+    assert pion("repair", directory)[0] == 0
+    assert pion("check", directory)[0] == 0
+    with ServerProcess("--dir", directory) as server, PionClient(port=server.port) as client:
+        assert [has(client, f"ns{number}", 100 * number) for number in range(3)] == [True, False, True]
+
+
 # File descriptors.
 
 

@@ -94,7 +94,7 @@ async def commit(context: Context, *changes: Change) -> None:
     """
     store, session = context.services.vstore, context.session
     waits = [waiting for waiting in map(store.commit, changes) if waiting is not None]
-    if session.unlogged is not None and not session.in_exec:
+    if session.unlogged is not None:
         session.unlogged += waits
         return
     for waiting in waits:

@@ -68,13 +68,13 @@ class Reaper:
             freeze_garbage()
 
 
-def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """Resident memory of this process; 0 where the system doesn't say it this way."""
+def anonymous_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """Resident memory of this process without pages of files; 0 where the system doesn't say it this way."""
     try:
-        pages = int(statm.read_text(encoding="ascii").split()[1])
+        _, resident, of_files, *_ = statm.read_text(encoding="ascii").split()
     except FileNotFoundError:
         return 0
-    return pages * _PAGE_BYTES
+    return (int(resident) - int(of_files)) * _PAGE_BYTES
 
 
 _PAGE_BYTES: Final = resource.getpagesize()
@@ -85,7 +85,7 @@ def memory_rows(services: Services) -> Sequence[tuple[str, object]]:
     ledger = services.vstore.ledger.statistics()
     return [
         ("used_memory", ledger.charged_bytes),
-        ("used_memory_rss", resident_bytes()),
+        ("used_memory_rss", anonymous_bytes()),
         ("maxmemory", 0),
         ("maxmemory_policy", "noeviction"),
         ("memory_charged_bytes", ledger.charged_bytes),

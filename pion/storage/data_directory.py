@@ -52,6 +52,19 @@ class DataStatistics:
     load_seconds: float
 
 
+@attrs.frozen
+class Loaded:
+    """How the directory was read at the start. Holds no file: their space must come back when they are removed."""
+
+    snapshot: bool
+    """Whether there was one."""
+    records: int
+    """Records of the log that were replayed."""
+    cut_bytes: int
+    cut_at: str
+    seconds: float
+
+
 class DataDirectory:
     """Opened by `open_directory`; then `run`, then `close`."""
 
@@ -69,10 +82,9 @@ class DataDirectory:
         load_seconds: float = 0.0,
     ) -> None:
         self.log = log
-        self.found = found
+        self.loaded = Loaded(found.snapshot is not None, found.records, found.cut_bytes, found.cut_at, load_seconds)
         self._disk = disk
         self._lock = lock
-        self._load_seconds = load_seconds
         self._limit_bytes = limit_bytes
         self._limit_records = limit_records
         self._grown = trio.Event()
@@ -87,9 +99,9 @@ class DataDirectory:
             self._disk.where,
             self.log.statistics(),
             self.snapshots.statistics(),
-            self.found.records,
-            self.found.cut_bytes,
-            self._load_seconds,
+            self.loaded.records,
+            self.loaded.cut_bytes,
+            self.loaded.seconds,
         )
 
     async def admit(self) -> None:
@@ -119,6 +131,8 @@ class DataDirectory:
             if error.errno not in FULL:
                 raise StartupError(f"--dir {self._disk.where}: can't write the log: {error.strerror}") from error
             self.log.refuse(error)
+        else:
+            await self.log.remove_unused()
         for family in self._families:
             family.log = self.log
             family.finish_replay()

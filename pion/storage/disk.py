@@ -199,6 +199,8 @@ class _RealFile:
 
     def sync(self) -> None:
         """See `DiskFile`."""
+        if self._descriptor < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         full_sync(self._descriptor)
 
     def start_writeback(self, start: int, stop: int) -> None:
@@ -288,10 +290,13 @@ class DirectoryLock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(self._descriptor, 100, 0).decode("ascii", "replace").strip()
             os.close(self._descriptor)
             raise BlockingIOError(f"in use by {holder or 'another process'}") from error
+        except OSError:
+            os.close(self._descriptor)
+            raise
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
 

@@ -22,11 +22,14 @@ class LogWalk(LogReader):
 
     def run(self) -> None:
         """Replay everything."""
-        segments, found = self._segments, self._found
-        over = False
+        found, over = self._found, False
+        for unused in [each for each in self._segments if each.unused]:
+            found.files[unused.name].state = "ready for use"
+            found.read(SEGMENT_BYTES)
+        segments = [each for each in self._segments if not each.unused]
         for index, segment in enumerate(segments):
             report = found.files[segment.name]
-            report.first = segment.header.first
+            report.first = segment.first or None
             if over:
                 report.state = "cut off"
             else:
@@ -35,35 +38,44 @@ class LogWalk(LogReader):
 
     def _segment(self, segment: OpenSegment, report: FileReport, later: Sequence[OpenSegment]) -> bool:
         """Replay one segment; True if the log ends in it."""
-        limit = min((each.header.first for each in later), default=2**64)
-        if segment.header.first >= limit:
+        limit = min((each.first for each in later if each.first), default=2**64)
+        if segment.first >= limit:
             report.state = "replaced by the next" if report.state == "good" else report.state
             return False
-        if segment.header.first > self.next:
-            self._lost(
-                segment, 0, self.next, segment.header.first - 1, "are missing: a file is, or is older than it was"
-            )
-            self.next = segment.header.first
+        if segment.first > self.next:
+            self._lost(segment, 0, self.next, segment.first - 1, "are missing: a file is, or is older than it was")
+            self.next = segment.first
         view, salt = segment.mapping.view, segment.header.salt
         position, expected = SEGMENT_BYTES, segment.header.first
         while True:
             entry = records.decode(view, position, salt)
-            if entry is not None and expected == entry.sequence < limit:
+            if entry is not None and expected in (0, entry.sequence) and entry.sequence < limit:
                 if self._record(segment, report, entry, later):
                     return True
                 position, expected = entry.stop, entry.sequence + 1
                 continue
-            if self.next >= limit or (position >= len(view) and not later):
+            if self.next >= limit or (position == len(view) and (not later or not later[0].first)):
                 return False
             if not self._refused(segment, report, position, later):
                 return True
             found = self._following(segment, position, limit)
-            stop, behind = (found.start, found.sequence) if found is not None else (len(view), limit)
-            self._lost(segment, position, self.next, behind - 1, f"can't be read, in {stop - position} bytes")
-            self.next = behind
             if found is None:
+                self._lost_to_the_end(segment, position, limit)
                 return False
+            what = f"can't be read, in {found.start - position} bytes"
+            self._lost(segment, position, self.next, found.sequence - 1, what)
             position, expected = found.start, found.sequence
+            self.next = found.sequence
+
+    def _lost_to_the_end(self, segment: OpenSegment, position: int, limit: int) -> None:
+        """Nothing more of a segment can be read, and there are others behind it."""
+        what = f"can't be read, in {len(segment.mapping.view) - position} bytes"
+        if limit < 2**64:
+            self._lost(segment, position, self.next, limit - 1, what)
+            self.next = limit
+        else:  # the one behind begins with something that can't be read either
+            left_out = self._found.salvage.gap(f"records {self.next} and on", None)
+            self._found.problem(segment.name, position, f"records {self.next} and on {what}", left_out)
 
     def _following(self, segment: OpenSegment, position: int, limit: int) -> Entry | None:
         """The next record behind a place where none can be read, in the same segment."""

@@ -75,6 +75,11 @@ class OpenSegment:
         entry = records.decode(self.mapping.view, SEGMENT_BYTES, self.header.salt)
         return entry.sequence if entry is not None else 0
 
+    @property
+    def unused(self) -> bool:
+        """Whether it was prepared and nothing was written to it."""
+        return not self.header.first and len(self.mapping.view) == SEGMENT_BYTES
+
     def region(self, entry: Entry) -> Region | None:
         """Where the data of one of its records lies."""
         if not entry.data_bytes:
@@ -194,7 +199,7 @@ class LogReader:
 
     def steps(self) -> Iterator[tuple[OpenSegment, Entry, Region | None]]:
         """The records in order, each with its data. Raises DamagedFileError."""
-        segments = self._segments
+        segments = [each for each in self._segments if not each.unused]
         flushed: int | None = None
         for index, segment in enumerate(segments):
             later = segments[index + 1 :]
@@ -202,6 +207,10 @@ class LogReader:
             if segment.first >= limit:
                 continue  # all of it was given up by a later one
             if segment.first > self.next:
+                emptied = self._emptied(segment)
+                if emptied is not None:
+                    self._end(emptied, SEGMENT_BYTES, segments[index:])
+                    return
                 raise DamagedFileError(
                     self._disk,
                     segment.name,
@@ -231,6 +240,11 @@ class LogReader:
     def _may_be_torn(self, segment: OpenSegment) -> bool:
         """Whether the machine may have lost power since the segment was written."""
         return not segment.header.boot or segment.header.boot != self._disk.boot_id()
+
+    def _emptied(self, segment: OpenSegment) -> OpenSegment | None:
+        """A segment in front of this one that had been prepared, if a power cut may have taken all its records."""
+        before = self._segments[: self._segments.index(segment)]
+        return next((each for each in before if each.unused and self._may_be_torn(each)), None)
 
     def _end(self, segment: OpenSegment, position: int, later: Sequence[OpenSegment]) -> None:
         """The log can't be read on from here: cut it, or refuse."""
@@ -303,7 +317,7 @@ def load(
     found.position = attrs.evolve(found.position, sequence=reader.next)
     if found.cut_bytes:
         logger.warning(
-            "%s: the log ended in the middle of a record, at %s: %d bytes were cut, which nobody was told were stored",
+            "%s: the log ends in the middle of a record, at %s: %d bytes, which had never been flushed, were cut",
             disk.where,
             found.cut_at,
             found.cut_bytes,

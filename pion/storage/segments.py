@@ -211,6 +211,16 @@ class SegmentWriter:
                 each.close()
         self.flushes += 1
 
+    def unlink_unused(self) -> None:
+        """Remove the segments without records, the one that is written excepted. Raises OSError."""
+        unused = [
+            number
+            for number, segment in self.segments.items()
+            if segment.nbytes <= SEGMENT_BYTES and segment is not self._current
+        ]
+        if unused:
+            self.unlink(unused)
+
     def unlink(self, numbers: Sequence[int]) -> None:
         """Remove segments. Raises OSError."""
         names = {segment_name(self._worker, number) for number in numbers}

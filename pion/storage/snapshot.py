@@ -192,6 +192,7 @@ class Snapshotter:
         """
         if path is not None:
             check_path(path)
+            await trio.to_thread.run_sync(self._check_folder, path, limiter=self._limiter)
         async with self._lock:
             began = time.monotonic()
             try:
@@ -204,6 +205,16 @@ class Snapshotter:
             self._taken += 1
             self._ended_s = time.monotonic()
             self._seconds = self._ended_s - began
+
+    def _check_folder(self, path: str) -> None:
+        """Refuse what the system would refuse, before all is written. Blocks. Raises CommandError."""
+        folder = path.rpartition("/")[0]
+        try:
+            there = not folder or self._disk.exists(folder)
+        except OSError as error:
+            raise CommandError(f"path {show(path.encode(), 200)}: {error.strerror}") from error
+        if not there:
+            raise CommandError(f"path {show(path.encode(), 200)}: No such file or directory")
 
     async def _take(self, path: str | None) -> None:
         for _ in range(ATTEMPTS):

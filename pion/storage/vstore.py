@@ -4,7 +4,7 @@ Everything here is synchronous and runs on the Trio thread, so each call is atom
 `commit` checks a record of `changes.py`, applies it and hands it to the journal, with no checkpoint between. What one
 kind of change means is in `session_changes.py` and `prefix_changes.py`; what is kept per unit in `unit.py`.
 
-Invariants, which tests/storage/test_machine.py checks after every step:
+Invariants, which tests/commands/test_kv_machine.py checks after every step:
 
 - `sessions` is the sum of `unit.sessions`, and at most `max_sessions` unless that was lowered.
 - A unit is in the index exactly if it is visible and has a table that can be matched.

@@ -277,8 +277,7 @@ class Log:
         with trio.CancelScope(deadline=trio.current_time() + CLOSE_DEADLINE_S, shield=True):
             while self._queue and not self.broken:
                 await self._write_next()
-            if not self.broken:
-                await self._flush()
+            await self._flush()
         self.broken = True
         self._writer.close()
 
@@ -294,6 +293,8 @@ class Log:
             self._fail(error)
         if self.broken:  # by this write, or by a flush meanwhile
             self._lose([batch])
+            if self._sync is Sync.EVERYSEC:
+                await self._flush()  # what was acknowledged before must not wait for a snapshot
             return
         self._written += batch.records
         self._records += batch.records
@@ -313,7 +314,7 @@ class Log:
                 await self._prepare()
 
     async def _flush(self) -> None:
-        """Flush what is written by now. A failure ends the log's work."""
+        """Flush what is written by now, broken or not. A failure ends the log's work."""
         written = self._written
         try:
             await trio.to_thread.run_sync(self._writer.flush, limiter=self._flush_limiter)
@@ -380,6 +381,16 @@ class Log:
         if self.broken:
             raise OSError(self.error)
         self.error = ""
+
+    async def remove_unused(self) -> None:
+        """Remove segments without records that earlier starts left behind.
+
+        Call it after `open`: the new segment says what they said. Cancellation: takes effect before or after.
+        """
+        try:
+            await trio.to_thread.run_sync(self._writer.unlink_unused, limiter=self._flush_limiter)
+        except OSError as error:
+            logger.warning("log in %s: unused segments can't be removed: %s", self._where, error.strerror or error)
 
     async def remove_covered(self, sequence: int) -> None:
         """Remove the segments whose records a snapshot covers, all numbers up to `sequence`. Raises OSError.

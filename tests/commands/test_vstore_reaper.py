@@ -6,7 +6,7 @@ import attrs
 import trio
 
 from pion.commands import vstore_reaper
-from pion.commands.vstore_reaper import Reaper, memory_rows, resident_bytes
+from pion.commands.vstore_reaper import Reaper, anonymous_bytes, memory_rows
 from pion.storage import reclaim
 from pion.storage.reclaim import FREEZE_AFTER_UNITS, TRIM_AFTER_BYTES, find_trim, trim_memory
 from pion.testing import FakeClock
@@ -99,10 +99,10 @@ def test_trim_where_there_is_none(monkeypatch) -> None:
     assert find_trim() is None
 
 
-def test_resident_memory_where_the_system_does_not_say(tmp_path) -> None:
-    assert resident_bytes(tmp_path / "statm") == 0
+def test_anonymous_memory_where_the_system_does_not_say(tmp_path) -> None:
+    assert anonymous_bytes(tmp_path / "statm") == 0
     (tmp_path / "statm").write_text("100 7 5 1 0 9 0\n")
-    assert resident_bytes(tmp_path / "statm") == 7 * vstore_reaper._PAGE_BYTES
+    assert anonymous_bytes(tmp_path / "statm") == 2 * vstore_reaper._PAGE_BYTES
 
 
 def test_the_memory_section_adds_up() -> None:

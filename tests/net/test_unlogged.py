@@ -165,3 +165,20 @@ async def test_without_replies_the_log_is_waited_for_all_the_same(log: Log) -> N
         log.written.set()
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert client.connection.phase is Phase.IDLE
+
+
+async def test_a_transaction_waits_once_and_tells_what_was_lost(log: Log) -> None:
+    async with Rig.running() as rig:
+        client = rig.connect()
+        keeping(rig, client, log)
+        log.lost = {b"1"}
+        await client.call(b"MULTI")
+        await client.expect(b"+OK\r\n")
+        for number in range(3):
+            await client.call(b"SET", b"%d" % number, b"x")
+            await client.expect(b"+QUEUED\r\n")
+        await client.call(b"EXEC")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert log.asked == 3, "all ran before the first was written"
+        log.written.set()
+        await client.expect(b"*3\r\n+OK\r\n-MISCONF the log can't be written\r\n+OK\r\n")

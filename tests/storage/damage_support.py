@@ -17,6 +17,7 @@ from pion.client.errors import ServerError
 from pion.errors import StartupError
 from pion.storage import records, snapshot_format
 from pion.storage.disk import boot_id
+from pion.storage.records import SEGMENT_BYTES
 from pion.storage.salvage import Key
 from pion.storage.snapshot_salvage import read_header
 from pion.storage.vstore import VStore
@@ -48,9 +49,26 @@ LARGE = (64, 512)
 """Tokens and width of prefixes whose rows stay in the file until they are used."""
 
 
-async def fill(directory: Path, large: tuple[int, int] = LARGE) -> Contents:
-    """Make a directory: a snapshot, and two segments of log behind it. Returns what a server answers from it."""
+def only_headers(directory: Path) -> dict[Path, bytes]:
+    """Segments without records, and their contents."""
+    return {path: path.read_bytes() for path in directory.iterdir() if path.stat().st_size == SEGMENT_BYTES}
+
+
+async def fill(directory: Path, large: tuple[int, int] = LARGE, *, prepared: bool = True) -> Contents:
+    """Make a directory: a snapshot, and two segments of log behind it. Returns what a server answers from it.
+
+    `prepared`: as after a second, with the next segments made in advance. The first one behind the snapshot was such a
+    one, and between the two there is one that was not used when the first server died, nor removed by the second.
+    """
+    unused: dict[Path, bytes] = {}
     async with running_server(directory=directory) as started, PionClient(port=started.port) as client:
+
+        async def prepare() -> None:
+            assert started.services.data is not None
+            if prepared:
+                await started.services.data.log._prepare()
+
+        await prepare()
         await store(client, "small|a", 100, 3, 8, "META", b"about a", "BLOCKS", 1, 3, rows(1, 1, 6))
         await store(client, "small|b", 200)
         await store(client, "large|c", 300, *large)
@@ -63,17 +81,25 @@ async def fill(directory: Path, large: tuple[int, int] = LARGE) -> Contents:
         await client.execute("V.STOREBATCH", "open|u_pk", 0, 0, 4, rows(701, 4, 8))
         await client.execute("V.STOREBATCH", "open|u_pv", 0, 0, 4, rows(702, 4, 8))
         assert await client.execute("KV.PREFIX.SAVE") == "OK"
+        await prepare()
         await store(client, "small|f", 1000)
         await store(client, "large|g", 1100, *large)
         await client.execute("KV.PREFIX.DROP", "small|b")
         await store(client, "small|h", 1200, 3, 8, "META", b"about h")
+        unused = only_headers(directory)
+        assert len(unused) == prepared
+    for path, header in unused.items():
+        path.write_bytes(header)
     async with running_server(directory=directory) as started, PionClient(port=started.port) as client:
         await client.execute("V.STOREBATCH", "lone", 0, 4, 2, rows(703, 2, 8))
         await store(client, "small|i", 1300)
         await store(client, "large|j", 1400, *large)
         await store(client, "chain|r", 1500, 2, 8, "PARENT", "chain|q", 5)
         await store(client, "small|last", 1600)
-        return await read(client)
+        contents = await read(client)
+    for path, header in unused.items():
+        path.write_bytes(header)
+    return contents
 
 
 async def read(client: PionClient) -> Contents:
@@ -211,7 +237,7 @@ def state(store: VStore) -> dict[Key, dict[str, object]]:
 def segments(directory: Path) -> list[Path]:
     """The log's files that have records, in order."""
     found = sorted(directory.glob(f"{SNAPSHOT}.log.*"))
-    return [path for path in found if path.stat().st_size > records.SEGMENT_BYTES]
+    return [path for path in found if path.stat().st_size > SEGMENT_BYTES]
 
 
 def snapshot_regions(data: bytes) -> dict[str, int]:
@@ -258,7 +284,7 @@ def segment_regions(data: bytes) -> dict[str, int]:
     view = memoryview(data)
     fields = {"magic": 0, "version": 8, "worker": 12, "number": 16, "first": 24, "salt": 32, "lineage": 40, "boot": 56}
     found = {f"header, {field}": offset for field, offset in fields.items()}
-    found |= {"header, rest": 100, "header, checksum": records.SEGMENT_BYTES - 1}
+    found |= {"header, rest": 100, "header, checksum": SEGMENT_BYTES - 1}
     for entry in records.scan(view, records.SegmentHeader.parse(view)):
         fields = {"marker": 0, "meta length": 4, "data length": 8, "sequence": 16, "durable": 24}
         fields |= {"data checksum": 32, "checksum": 40, "family": 49, "meta": 48 + 7 + 5}

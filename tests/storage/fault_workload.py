@@ -182,6 +182,8 @@ class Workload:
     async def third_life(self) -> None:
         """From a snapshot, with rows in it that are replaced while they move to the next; killed, too."""
         await self.do(CreateSession(b"n", SHAPE))
+        await self.do(CreateSession(b"h_pk", SHAPE), store(b"h_pk", 0, 0, 2, 8))
+        await self.do(register(b"h", meta=b"both sides of h"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.save)
             nursery.start_soon(self.do, store(b"s", 0, 6, 8, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -149,14 +150,15 @@ def test_one_flipped_bit_in_every_region_of_a_segment(world: World, tmp_path: Pa
     assert not problems
 
 
-EVERY = 11
+EVERY = 19
 """Bytes from one that is damaged to the next."""
 
 
-def test_wherever_a_bit_flips_check_and_start_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prepared", [True, False], ids=["segments made in advance", "or not"])
+def test_wherever_a_bit_flips_check_and_start_agree(tmp_path: Path, prepared: bool) -> None:
     """All over the files, without a server: whatever is kept is as it was, whatever is not is named."""
     directory = tmp_path / "data"
-    trio.run(fill, directory, (2, 16))
+    trio.run(partial(fill, directory, (2, 16), prepared=prepared))
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     expected = state(loaded(FrozenDisk(files))[0])
     # Before the record that drops a prefix, that prefix was there, too.
@@ -197,9 +199,9 @@ def test_wherever_a_bit_flips_check_and_start_agree(tmp_path: Path) -> None:
             if not cut_bytes_of(found.notes):
                 assert expected.keys() - kept.keys() <= found.salvage.lost.keys(), (name, offset)
                 assert all(describe(key) for key in found.salvage.lost)
-    assert tried > 1000
+    assert tried > 700
     assert refused > tried / 2
-    assert 5 < cut < 100
+    assert 5 < cut < 50
 
 
 def cut_bytes_of(notes: list[str]) -> bool:

@@ -284,7 +284,7 @@ async def test_files_of_another_directory(directory: Path, contents: Contents, t
 async def test_a_segment_under_another_number(directory: Path, contents: Contents) -> None:
     path = segments(directory)[-1]
     path.rename(path.with_name(f"{SNAPSHOT}.log.0000000077"))
-    refused(await start(directory), "0000000077", "it is segment 3")
+    refused(await start(directory), "0000000077", "it is segment 4")
     assert {"small|i", "large|j"} <= await repaired(directory, contents)
 
 

@@ -220,8 +220,8 @@ def test_the_second_life_ends_in_order() -> None:
         assert not run_until_death(workload.run)
         if start.life == ENDS_IN_ORDER:
             server = open_server(workload.disk.crash(), "no")
-            assert server.data.found.records == 0
-            assert server.data.found.snapshot is not None
+            assert server.data.loaded.records == 0
+            assert server.data.loaded.snapshot
 
 
 def test_death_with_real_threads() -> None:

@@ -474,6 +474,29 @@ def test_a_gap_in_front_of_a_segment_made_in_advance_is_refused() -> None:
     refused(disk_with(ONE, attrs.evolve(THREE, prepared=True)), segment_name(0, 1), "record 4", "up to number 9")
 
 
+@pytest.mark.parametrize(("durable", "is_cut"), [(0, True), (3, True), (4, False), (6, False)])
+@pytest.mark.parametrize("covers", [None, 3])
+def test_a_power_cut_that_took_all_records_of_a_segment_made_in_advance(
+    covers: int | None, durable: int, is_cut: bool
+) -> None:
+    """Records 4 to 6 had been written to it. The file is as if it had never been used."""
+    emptied = Log(2, 0, prepared=True, boot=BEFORE)
+    before = [attrs.evolve(ONE, boot=BEFORE)] if covers is None else []
+    behind = Log(4, 7, texts(7, 9), boot=BEFORE, durable=durable)
+    disk = disk_with(*before, emptied, behind, covers=covers, notes=texts(1, 3))
+    if is_cut:
+        found, notes = read(disk)
+        assert notes.notes == texts(1, 3)
+        assert (found.cut_bytes, found.position.sequence) == (len(behind.content) - SEGMENT_BYTES, 4)
+    else:
+        with pytest.raises(DamagedFileError, match="record 4 at byte"):
+            read(disk)
+    # In this run of the machine nothing can have taken them.
+    now = [attrs.evolve(each, boot=NOW) for each in (*before, emptied, behind)]
+    with pytest.raises(DamagedFileError):
+        read(disk_with(*now, covers=covers, notes=texts(1, 3)))
+
+
 def test_a_segment_whose_making_was_cut_off_is_removed() -> None:
     for size in (0, 1, SEGMENT_BYTES - 1):
         disk = cut(TWO, size)

@@ -445,7 +445,7 @@ async def test_damaged_rows_are_not_copied(caplog: pytest.LogCaptureFixture) -> 
         assert len([text for text in caplog.messages if "a checksum failed, dropped" in text]) == 2
     again = open_server(disk.crash(power=True), MODE)
     assert set(again.store.prefixes) == {b"two", b"small"}
-    assert again.data.found.records == 0
+    assert again.data.loaded.records == 0
 
 
 @pytest.mark.usefixtures("mapped", "threads")

@@ -373,7 +373,8 @@ async def test_reopening_waits_for_a_write_that_is_under_way(
         since = len(disk.operations)
         threads.release("write")
         await wait_all_tasks_blocked()
-        assert kinds(disk, since) == ["write", "create", "write", "sync", "sync_directory"]
+        assert kinds(disk, since)[0] == "write"
+        assert "create" in kinds(disk, since)
         assert not log.log.broken
         assert "Input/output" in clients.told[b"under way"]
     assert read(disk)[1].notes == [b"stored"]
@@ -386,7 +387,19 @@ async def test_the_end_of_a_broken_log_writes_nothing(threads: Threads) -> None:
         since = len(disk.operations)
         log.nursery.cancel_scope.cancel()
         await log.log.close()
-        assert len(disk.operations) == since
+        assert set(kinds(disk, since)) <= {"sync"}
+
+
+@pytest.mark.parametrize("sync", Sync)
+async def test_a_failed_write_does_not_keep_what_was_written_from_the_medium(threads: Threads, sync: Sync) -> None:
+    """Nobody may come to save it for hours; under `no` it is flushed at the end at the latest."""
+    disk = MemoryDisk()
+    async with opened(disk, sync) as log, trio.open_nursery() as nursery:
+        await broken_log(log, Clients(log, nursery), threads)
+        if sync is not Sync.NO:
+            assert read(disk.crash(power=True))[1].notes[:1] == [b"stored"]
+        await log.stop()
+    assert read(disk.crash(power=True))[1].notes[:1] == [b"stored"]
 
 
 async def test_the_end_does_not_wait_for_ever(
