@@ -166,7 +166,6 @@ def _verifying(arm: Arm, answers: list[float]) -> Callable[[], None]:
 
 
 def _reading(arm: Arm) -> Callable[[], None]:
-    files = [str(each) for each in sorted(arm.path.iterdir()) if each.is_file()]
     program = (
         "import sys\n"
         "buffer = memoryview(bytearray(1 << 20))\n"
@@ -174,4 +173,9 @@ def _reading(arm: Arm) -> Callable[[], None]:
         "    with open(name, 'rb', buffering=0) as file:\n"
         "        while file.readinto(buffer): pass\n"
     )
-    return lambda: subprocess.run([sys.executable, "-c", program, *files], check=True) and None
+
+    def read() -> None:
+        files = [str(each) for each in sorted(arm.path.iterdir()) if each.is_file()]
+        subprocess.run([sys.executable, "-c", program, *files], check=True)
+
+    return read

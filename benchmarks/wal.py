@@ -38,7 +38,8 @@ METHOD = (
     "Client on one core, the servers on any; both are sent the same buffers by the same code. A ratio is Pion's MiB/s "
     "over the other's.",
     "The longest stall is the longest time between sending a value and its answer, over all rounds.",
-    "small: rows of 2 KiB, V.STORE and always; 16 clients with one command in flight each against one client.",
+    "small: rows of 2 KiB, V.STORE and always; 16 clients with one command in flight each against one client; "
+    "a core each for clients and server.",
 )
 
 Sample = tuple[float, list[float]]
@@ -168,6 +169,7 @@ def _small(report: Report, seconds: float, rounds: int, with_redis: bool) -> Non
         for clients in (1, CLIENTS):
             os.sync()
             with durable_pion("always") as peer:
+                peer.pin(pin.OTHER)
                 with RawClient(peer.port) as client:
                     client.call("V.CREATE", "small", DIM, "VQUANT", "fp16")
                 row = bytes(2 * DIM)
@@ -175,6 +177,7 @@ def _small(report: Report, seconds: float, rounds: int, with_redis: bool) -> Non
                 rates.setdefault(f"Pion, {clients} clients", []).append(_rate(peer, command, clients, seconds))
             if with_redis:
                 with durable_redis("always") as peer:
+                    peer.pin(pin.OTHER)
                     command = request("SET", "small", row)
                     rates.setdefault(f"Redis, {clients} clients", []).append(_rate(peer, command, clients, seconds))
     medians = {name: report.samples(what, name, "stores/s", taken).p50 for name, taken in rates.items()}

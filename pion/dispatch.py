@@ -116,8 +116,8 @@ class Dispatcher:
         context.session.last_command = entry.name
         start = perf_counter_ns()
         try:
-            if entry.writes and context.services.data is not None:
-                await context.services.data.admit()
+            if entry.writes and (data := context.services.data) is not None and data.holds_back:
+                await data.admit()
             reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
         except PionError as error:
             counter.failed += 1

@@ -96,11 +96,13 @@ async def _store(context: Context, sid: bytes, layer: int, start: int, count: in
     width = wire_row_bytes(wire, spec.format, spec.dim)
     if len(blob) != count * width:
         raise CommandError(f"blob must be {count * width} bytes ({count} rows of {width}), got {len(blob)}")
-    store.check(StoreRows(sid, layer, start, count, b"", context.session.id))
+    convert = wire is not Wire.NATIVE and wire is not spec.format.wire
+    in_thread = convert and len(blob) > CONVERT_IN_THREAD_BYTES
+    if in_thread or not len(blob):  # else commit says it soon enough
+        store.check(StoreRows(sid, layer, start, count, b"", context.session.id))
     if not len(blob):
         return OK
-    convert = wire is not Wire.NATIVE and wire is not spec.format.wire
-    if convert and len(blob) > CONVERT_IN_THREAD_BYTES:
+    if in_thread:
         # Others run meanwhile; commit checks everything that may have changed again, except the shape.
         data = await context.in_thread(to_native, blob, wire, spec.format, count, spec.dim)
         unit, side = store.session(sid)

@@ -355,12 +355,12 @@ class Connection:
         transport = self._transport
         if perf_counter_ns() > self._turn_end_ns:
             await self._yield()
-        if self._maybe_more or self._unlogged:
-            data = transport.recv_nowait(READ_CHUNK_BYTES)
-        else:
-            data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
-        if data is None and self._unlogged:
-            await self._flush()
+        data = transport.recv_nowait(READ_CHUNK_BYTES) if self._maybe_more else None
+        if data is None:
+            if self._unlogged:
+                await self._flush()
+            if not self._maybe_more:
+                data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
         while data is None:
             self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
             await transport.wait_readable()

@@ -104,6 +104,11 @@ class DataDirectory:
             self.loaded.seconds,
         )
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether `admit` would wait or refuse."""
+        return self.log.crowded or bool(self.log.error)
+
     async def admit(self) -> None:
         """Before a command that changes state: waits while the log's queue is full. Raises MisconfError.
 

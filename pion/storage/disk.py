@@ -182,13 +182,13 @@ class _RealFile:
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         """See `DiskFile`."""
-        rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        rest: list[Buffer] = [buffer for buffer in buffers if len(buffer)]
         while rest:
             written = os.writev(self._descriptor, rest[:SENDMSG_MAX_BUFFERS])
             while rest and written >= len(rest[0]):
                 written -= len(rest.pop(0))
             if written:
-                rest[0] = rest[0][written:]
+                rest[0] = memoryview(rest[0]).cast("B")[written:]
 
     def overwrite(self, start: int, data: Buffer) -> None:
         """See `DiskFile`."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final
 
 import attrs
 import xxhash
 
+from pion.config import KIB
 from pion.replies import Buffer
 from pion.storage.durable import Record
 from pion.storage.region import PIECE_BYTES
@@ -32,6 +34,9 @@ SEGMENT_BYTES: Final = _SEGMENT.size + _CHECKSUM.size
 _RECORD: Final = struct.Struct("<4sIQQQQ")
 RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 """The length of a record's header."""
+
+JOINED_BYTES: Final = 16 * KIB
+"""Data up to here is copied behind its header: a buffer of its own would cost more to write."""
 
 MAX_META_BYTES: Final = 2**32 - 1
 
@@ -143,16 +148,23 @@ def digest(buffer: Buffer, seed: int) -> int:
 
 
 def encode(family: str, record: Record, sequence: int, durable: int, salt: int) -> tuple[list[Buffer], int]:
-    """The buffers of one record as they are written, and their length. `data` is not copied."""
-    name = family.encode("ascii")
-    meta = bytes((len(name),)) + name + record.meta
+    """The buffers of one record as they are written, and their length. Data that is not short is not copied."""
+    meta = _name(family) + record.meta
     data: Buffer = b"" if record.data is None else memoryview(record.data)  # type: ignore[arg-type]
+    nbytes = len(data)
     # A record without data has no data checksum to find; its own sequence number keeps the field from being constant.
-    checksum = digest(data, salt ^ sequence)
-    head = _RECORD.pack(MARKER, len(meta), len(data), sequence, durable, checksum)
-    head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + meta, salt))
-    size = len(head) + len(meta) + len(data)
-    return ([head + meta, data] if len(data) else [head + meta]), size
+    head = _RECORD.pack(MARKER, len(meta), nbytes, sequence, durable, digest(data, salt ^ sequence))
+    check = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + meta, salt))
+    size = RECORD_BYTES + len(meta) + nbytes
+    if nbytes <= JOINED_BYTES:
+        return [b"".join((head, check, meta, data))], size
+    return [b"".join((head, check, meta)), data], size
+
+
+@lru_cache(maxsize=64)
+def _name(family: str) -> bytes:
+    name = family.encode("ascii")
+    return bytes((len(name),)) + name
 
 
 def decode(data: memoryview, start: int, salt: int) -> Entry | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from pion.config import GIB, MIB
+from pion.config import GIB, KIB, MIB
 from pion.replies import Buffer
 from pion.storage.disk import Disk, DiskFile
 from pion.storage.durable import Durable
@@ -24,6 +24,9 @@ SEGMENT_LIMIT: Final = GIB
 
 WRITE_BYTES: Final = 4 * MIB
 """Bytes written at once. After each the medium is told to begin, so no flush finds more than a fraction of a second."""
+
+JOINED_BYTES: Final = 256 * KIB
+"""A batch of records up to this size is one buffer: copying it costs less than handing over many."""
 
 Items = Sequence[tuple[Durable, Any] | None]
 """What to write, in order; None lets the next segment begin."""
@@ -185,11 +188,11 @@ class SegmentWriter:
                 waiting += size
                 sequence += 1
             if item is None or waiting >= WRITE_BYTES:
-                self._put(buffers)
+                self._put(buffers, waiting)
                 buffers, waiting = [], 0
             if item is None:
                 self._rotate(sequence)
-        self._put(buffers)
+        self._put(buffers, waiting)
         if self._flush_each:
             self._open_file().sync()
             self.flushes += 1
@@ -249,16 +252,17 @@ class SegmentWriter:
         assert self._file is not None  # noqa: S101  begin() made it
         return self._file
 
-    def _put(self, buffers: Sequence[Buffer]) -> None:
-        size = sum(len(buffer) for buffer in buffers)
-        if size <= WRITE_BYTES:
-            self._put_piece(buffers, size)
-            return
-        for buffer in buffers:
-            view = memoryview(buffer)
-            for start in range(0, len(view), WRITE_BYTES):
-                piece = view[start : start + WRITE_BYTES]
-                self._put_piece([piece], len(piece))
+    def _put(self, buffers: Sequence[Buffer], nbytes: int) -> None:
+        if nbytes <= JOINED_BYTES:
+            self._put_piece([b"".join(buffers)], nbytes)
+        elif nbytes <= WRITE_BYTES:
+            self._put_piece(buffers, nbytes)
+        else:
+            for buffer in buffers:
+                view = memoryview(buffer)
+                for start in range(0, len(view), WRITE_BYTES):
+                    piece = view[start : start + WRITE_BYTES]
+                    self._put_piece([piece], len(piece))
 
     def _put_piece(self, buffers: Sequence[Buffer], nbytes: int) -> None:
         if not nbytes:

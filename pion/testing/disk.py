@@ -105,7 +105,7 @@ class MemoryDisk:
     def exists(self, name: str) -> bool:
         """See `Disk`."""
         with self._lock:
-            return name in self._names.now
+            return name in self._names.now or (bool(name) and name in self._directories)
 
     def create(self, name: str) -> DiskFile:
         """See `Disk`."""

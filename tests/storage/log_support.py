@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 LINEAGE = bytes(range(16))
 FOREVER = 10**9
+HELD_S = 20.0
+"""Real time, after which what is held goes on."""
 
 
 class Notes(Durable):
@@ -60,17 +63,29 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, trio.Event] = {}
+        self._held: dict[str, tuple[trio.Event, threading.Timer]] = {}
         self.running: list[str] = []
         """Names of the functions that are under way."""
 
     def hold(self, name: str) -> None:
         """Functions of this name wait in the middle from now on."""
-        self._held[name] = trio.Event()
+        event, token = trio.Event(), trio.lowlevel.current_trio_token()
+        # So that a test that fails in between ends: it can't be cancelled while something is held.
+        timer = threading.Timer(HELD_S, token.run_sync_soon, (event.set,))
+        timer.daemon = True
+        timer.start()
+        self._held[name] = event, timer
 
     def release(self, name: str) -> None:
         """They go on."""
-        self._held.pop(name).set()
+        event, timer = self._held.pop(name)
+        timer.cancel()
+        event.set()
+
+    def stop(self) -> None:
+        """The test is over."""
+        for _, timer in self._held.values():
+            timer.cancel()
 
     async def run_sync(
         self, function: Callable[..., T], *args: Any, limiter: trio.CapacityLimiter | None = None, **options: Any
@@ -83,16 +98,17 @@ class Threads:
                 self.running.append(name)
                 await trio.lowlevel.checkpoint()
                 if name in self._held:
-                    await self._held[name].wait()
+                    await self._held[name][0].wait()
                 self.running.remove(name)
                 return function(*args)
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
     threads = Threads()
     monkeypatch.setattr(trio.to_thread, "run_sync", threads.run_sync)
-    return threads
+    yield threads
+    threads.stop()
 
 
 @attrs.define(eq=False)

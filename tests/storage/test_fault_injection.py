@@ -191,7 +191,7 @@ def test_death_in_a_restart() -> None:
     """What a start does can be done again."""
     mode, points = "everysec", 0
     for start, dead in deaths(mode):
-        for death in dead[::3]:
+        for death in dead[::4]:
             for seed, (power, left) in enumerate(death.left()):
                 number = 1
                 while True:

@@ -66,6 +66,7 @@ def test_names(disk: Disk) -> None:
     put(disk, "sub/c", b"C")
     assert disk.names() == ["a", "b"]
     assert disk.exists("sub/c")
+    assert disk.exists("sub")
     assert not disk.exists("c")
     disk.rename("a", "b")
     assert (disk.names(), read(disk, "b")) == (["b"], b"A")

@@ -105,11 +105,13 @@ def test_records_are_read_as_they_were_written(items: list[Item], first: int, du
     assert list(scan(memoryview(data), attrs.evolve(header, first=0))) == entries
 
 
-def test_arrays_are_written_without_a_copy() -> None:
-    rows = np.arange(100, dtype=np.uint8)
+def test_large_data_is_written_without_a_copy() -> None:
+    rows = np.zeros(records.JOINED_BYTES + 1, dtype=np.uint8)
     buffers, size = encode("vstore", Record(b"rows", rows), 1, 0, 5)
     assert size == sum(map(len, buffers))
     assert np.shares_memory(np.asarray(buffers[1]), rows)
+    (short,), size = encode("vstore", Record(b"rows", rows[:-1]), 1, 0, 5)
+    assert size == len(short)
 
 
 def test_every_flipped_bit_is_noticed() -> None:

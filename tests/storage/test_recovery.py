@@ -163,7 +163,7 @@ def test_the_tail_is_cut_off_at_every_byte(boot: str, caplog: pytest.LogCaptureF
         assert (found.cut_bytes, found.position.sequence) == (size - start, 6)
         if size > start:
             assert found.cut_at == f"{segment_name(0, 2)} at byte {start}"
-            assert f"{size - start} bytes were cut" in caplog.messages[-1]
+            assert f"at {found.cut_at}: {size - start} bytes" in caplog.messages[-1]
     assert notes_of(cut(last, len(last.content)))[-1] == b"note 6 with data"
 
 

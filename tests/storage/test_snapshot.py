@@ -318,7 +318,7 @@ async def test_a_second_name_that_can_not_be_given(threads: Threads, kind: str) 
             await snapshots.take("sub/backup")
         assert read(disk)[1].notes == [b"a", b"b"]
         assert not [name for name in disk.names() if name.endswith(".tmp")]
-        with pytest.raises(MisconfError, match="No such file"):
+        with pytest.raises(CommandError, match="No such file"):
             await snapshots.take("none/backup")
         await snapshots.take("sub/backup")
         assert disk.contents("sub/backup") == disk.contents(SNAPSHOT)

@@ -114,6 +114,7 @@ async def test_a_large_batch_is_cut(threads: Threads, monkeypatch: pytest.Monkey
 
 async def test_large_data_is_written_in_pieces(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "WRITE_BYTES", 100)
+    monkeypatch.setattr(segments, "JOINED_BYTES", 50)
     disk = MemoryDisk()
     async with opened(disk, Sync.NO) as log:
         await log.add(b"large", bytes(range(250)))
