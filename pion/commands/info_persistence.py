@@ -33,7 +33,7 @@ def persistence_rows(services: Services) -> Sequence[tuple[str, object]]:
         ("wal_durable_sequence", wal.durable_sequence),
         ("wal_replayed_records", counts.replayed_records),
         ("wal_cut_bytes", counts.cut_bytes),
-        ("load_seconds", f"{counts.load_seconds:.3f}"),
+        ("load_seconds", f"{counts.load_seconds:.6f}"),
         ("snapshots_taken", snapshot.taken),
         ("snapshot_bytes", snapshot.last_bytes),
         ("snapshot_seconds", f"{snapshot.last_seconds:.3f}"),

@@ -179,6 +179,41 @@ def test_what_is_gone_already_is_no_problem() -> None:
     assert not kept.store.lone
 
 
+# What a snapshot takes.
+
+
+def captured_names(change: Change | None) -> list[bytes]:
+    """The prefixes of a chain and another one as they are captured, when a change comes first."""
+    store, log = make()
+    for each in (prefix(b"other", 1), *sides(b"other", 1), prefix(b"p", 1), *sides(b"p", 1)):
+        store.commit(each)
+    for ns, parent, offset in ((b"c", b"p", 1), (b"d", b"c", 2)):
+        for each in (prefix(ns, 1, parent=parent, offset=offset), *sides(ns, 1)):
+            store.commit(each)
+    before = {name: unit for (_, name), unit in snapshot(store).items()}
+    capture = log.capture()
+    if change is not None:
+        store.commit(change)
+    changes = [vstore_log.unpack(captured.meta, b"".join(captured.parts)) for captured in capture]
+    again, _ = make()
+    for each in changes:
+        again.replay(each)
+    assert {name: unit for (_, name), unit in snapshot(again).items()} == before
+    return [each.ns for each in changes if isinstance(each, Register)]
+
+
+def test_what_changes_is_taken_before_with_what_it_continues() -> None:
+    assert captured_names(None) == [b"other", b"p", b"c", b"d"]
+    assert captured_names(SetPin(b"d", True)) == [b"p", b"c", b"d", b"other"]
+    assert captured_names(SetPin(b"p", True)) == [b"p", b"other", b"c", b"d"]
+
+
+def test_what_is_dropped_is_taken_before_with_what_continues_it() -> None:
+    assert captured_names(DropPrefix(b"p")) == [b"p", b"c", b"d", b"other"]
+    assert captured_names(DropPrefix(b"c")) == [b"p", b"c", b"d", b"other"]
+    assert captured_names(DropPrefix(b"other")) == [b"other", b"p", b"c", b"d"]
+
+
 # Records.
 
 
