@@ -96,10 +96,8 @@ class Batch:
         await self._done.wait()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> None:
-        await self._done.wait()
+        if not self._done.is_set():
+            yield from self._done.wait().__await__()
         if self.error:
             raise refusal(self.error)
 
