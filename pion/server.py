@@ -151,11 +151,21 @@ async def serve(
     try:
         async with _data_directory(services) as cut_short:
             await _serve(worker, supervised, cut_short, handle_signals=handle_signals, task_status=task_status)
+    except BaseExceptionGroup as group:
+        raise only(group) from None  # the nursery of the data directory is nobody's business
     finally:
         worker.shut_down()
     logger.info("stopped")
     if supervised.failed is not None:
         raise supervised.failed
+
+
+def only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one exception in a group, or in a group in it; the group itself if there are several."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup) and len(found.exceptions) == 1:
+        found = found.exceptions[0]
+    return found
 
 
 @asynccontextmanager

@@ -116,7 +116,25 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     ns = name(argv[1], "namespace")
     span, wire = _fetch_options(argv)
     store = context.services.vstore
-    unit = store.prefix(ns)
+    while True:
+        unit = store.prefix(ns)
+        gathered, owned = _gather(unit, span)
+        if await verified(context, owned):
+            break
+    answer = reading.Answer()
+    answers = [answer.part(spans, spec, wire) for spec, spans in gathered]
+    if not context.session.no_touch:
+        store.touch(unit)
+    store.fetches += 1
+    context.services.receipt.kvprefix_bytes_served += sum(answer.nbytes for answer in answers)
+    return answers
+
+
+_Owned = list[tuple[Unit, list[reading.Span]]]
+
+
+def _gather(unit: Unit, span: tuple[int, int] | None) -> tuple[list[tuple[LayerSpec, list[reading.Span]]], _Owned]:
+    """What a FETCH answers, layer by layer and side by side; and the same rows by the unit that holds them."""
     start, stop = span or (0, unit.end)
     layers = unit.layer_count if unit.declaration is not None else max(part.layer_count for part in unit.chain())
     if unit.declaration is not None and start < stop and stop > unit.end:
@@ -129,7 +147,7 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
             f"{reading.FETCH_PARTS_MAX} in one reply; use a RANGE in fewer segments, or V.FETCH"
         )
     gathered: list[tuple[LayerSpec, list[reading.Span]]] = []
-    owned: list[tuple[Unit, list[reading.Span]]] = []
+    owned: _Owned = []
     schemas = unit.k_schema, unit.v_schema
     for layer in range(layers):
         for side in SIDES:
@@ -141,14 +159,7 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
                 owned.append((owner, own))
                 spans += own
             gathered.append((schema.layer(layer), spans))
-    await verified(context, owned)
-    answer = reading.Answer()
-    answers = [answer.part(spans, spec, wire) for spec, spans in gathered]
-    if not context.session.no_touch:
-        store.touch(unit)
-    store.fetches += 1
-    context.services.receipt.kvprefix_bytes_served += sum(answer.nbytes for answer in answers)
-    return answers
+    return gathered, owned
 
 
 def _fetch_options(argv: list[Buffer]) -> tuple[tuple[int, int] | None, Wire]:

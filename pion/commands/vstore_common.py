@@ -101,15 +101,15 @@ async def commit(context: Context, *changes: Change) -> None:
         await waiting
 
 
-async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> None:
+async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> bool:
     """Compare what lies in files with its checksum, before its first use; in a thread, as the disk may be slow.
 
-    Raises CommandError if something is damaged, after what it belongs to was dropped.
-    Cancellation: nothing was dropped.
+    False: something is damaged that was replaced meanwhile, so the caller must gather again. Raises CommandError if
+    something that is stored is damaged, after what it belongs to was dropped. Cancellation: nothing was dropped.
     """
     store = context.services.vstore
     if not store.ledger.mapped_bytes:
-        return
+        return True
     doubtful: dict[MappedMemory, Unit] = {}
     for unit, spans in gathered:
         for span in spans:
@@ -117,12 +117,14 @@ async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Spa
             if isinstance(memory, MappedMemory) and not memory.verified:
                 doubtful[memory] = unit
     if not doubtful:
-        return
+        return True
     damaged = await context.in_thread(_damaged, list(doubtful))
-    if damaged:
-        for unit in dict.fromkeys(doubtful[memory] for memory in damaged):
-            store.drop_damaged(unit)
+    stored = dict.fromkeys(doubtful[memory] for memory in damaged if memory.live)
+    for unit in stored:
+        store.drop_damaged(unit)
+    if stored:
         raise CommandError("no row: its bytes on disk are not what was stored, so it was dropped")
+    return not damaged
 
 
 def _damaged(memories: Sequence[MappedMemory]) -> list[MappedMemory]:

@@ -47,11 +47,13 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
         else:
             ranges = _ids(argv, layer)
     store = context.services.vstore
-    unit, side = store.session(sid, context.session.id)
-    schema = unit.schema(side)
-    assert schema is not None  # noqa: S101  session() found it
-    gathered = [reading.gather(unit, side, layer, start, stop) for layer, start, stop in ranges]
-    await verified(context, ((unit, spans) for spans in gathered))
+    while True:
+        unit, side = store.session(sid, context.session.id)
+        schema = unit.schema(side)
+        assert schema is not None  # noqa: S101  session() found it
+        gathered = [reading.gather(unit, side, layer, start, stop) for layer, start, stop in ranges]
+        if await verified(context, ((unit, spans) for spans in gathered)):
+            break
     answer = reading.Answer()
     answers: list[Blob | Stream] = []
     if kind == b"BATCH":

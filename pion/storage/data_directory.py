@@ -172,20 +172,27 @@ class DataDirectory:
 
         Cancellation: shielded, with `grace_s` for the snapshot and a deadline for the rest.
         """
-        if save and self.log.sequence > self._saved_sequence and not self.log.broken:
-            with trio.CancelScope(deadline=trio.current_time() + grace_s, shield=True) as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.log.run)
-                    try:
-                        await self.save()
-                    except CommandError as error:
-                        logger.warning("no snapshot at the end: %s; the log has everything", error)
-                    nursery.cancel_scope.cancel()
-            if scope.cancelled_caught:
-                logger.warning("the time for a last snapshot is over; the log has everything")
-        await self.log.close()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            if save and self.log.sequence > self._saved_sequence and not self.log.broken:
+                await self._save_at_end(grace_s)
+        finally:
+            try:
+                await self.log.close()
+            finally:
+                if self._lock is not None:
+                    self._lock.release()
+
+    async def _save_at_end(self, grace_s: float) -> None:
+        with trio.CancelScope(deadline=trio.current_time() + grace_s, shield=True) as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.log.run)
+                try:
+                    await self.save()
+                except CommandError as error:
+                    logger.warning("no snapshot at the end: %s; the log has everything", error)
+                nursery.cancel_scope.cancel()
+        if scope.cancelled_caught:
+            logger.warning("the time for a last snapshot is over; the log has everything")
 
 
 def open_directory(
@@ -201,16 +208,15 @@ def open_directory(
     path = Path(config.dir)
     check_families(families)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make_directory(path)
         lock = DirectoryLock(path / LOCK_NAME)
     except BlockingIOError as error:
         raise StartupError(
             f"--dir {path} is {error}; one server per directory: stop that one, or give this one another --dir"
         ) from error
     except OSError as error:
-        raise StartupError(
-            f"--dir {path}: {error.strerror}; it must be a directory that this user may write"
-        ) from error
+        what = "" if error.errno in FULL else "; it must be a directory that this user may write"
+        raise StartupError(f"--dir {path}: {error.strerror}{what}") from error
     try:
         return open_disk(RealDisk(path), config, families, payload_bytes, lock, live_records)
     except OSError as error:
@@ -219,6 +225,18 @@ def open_directory(
     except BaseException:
         lock.release()
         raise
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory whose name, and its parents' names, survive a power cut. Raises OSError."""
+    missing: list[Path] = []
+    step = path.absolute()
+    while not step.exists():
+        missing.append(step)
+        step = step.parent
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        RealDisk(made.parent).sync_directory(made.name)
 
 
 def open_disk(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import sys
@@ -23,11 +24,16 @@ from typing import Final, Protocol
 from pion.config import SENDMSG_MAX_BUFFERS
 from pion.replies import Buffer
 
+logger = logging.getLogger("pion.wal")
+
 SYNC_FILE_RANGE_WRITE: Final = 2
 """Linux's flag: start writing the dirty pages of the range, wait for nothing (sync_file_range(2))."""
 
 WRITEBACK_UNKNOWN: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
 """What the call says where the system or the file system doesn't have it; then nothing was tried."""
+
+FULL_SYNC_UNKNOWN: Final = frozenset({errno.ENOTSUP, errno.EINVAL, errno.ENOTTY})
+"""What F_FULLFSYNC says on network and foreign file systems, which have fsync only."""
 
 SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
 """Linux's flags: write the dirty pages of the range, and wait until that is done; no metadata, no cache of the disk."""
@@ -245,10 +251,15 @@ class _RealMapping:
 
 def full_sync(descriptor: int, platform: str = sys.platform) -> None:
     """Flush a file to stable storage. On macOS fsync reaches the drive's cache only, F_FULLFSYNC the medium."""
-    if platform == "darwin":
-        fcntl.fcntl(descriptor, getattr(fcntl, "F_FULLFSYNC", 51))
-    else:
+    if platform != "darwin":
         os.fdatasync(descriptor)
+        return
+    try:
+        fcntl.fcntl(descriptor, getattr(fcntl, "F_FULLFSYNC", 51))
+    except OSError as error:
+        if error.errno not in FULL_SYNC_UNKNOWN:
+            raise
+        os.fsync(descriptor)
 
 
 def boot_id(platform: str = sys.platform) -> str:
@@ -297,8 +308,11 @@ class DirectoryLock:
         except OSError:
             os.close(self._descriptor)
             raise
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
+        except OSError as error:  # on a full disk; it only helps the message above
+            logger.warning("%s: can't note who holds it: %s", path, error.strerror)
 
     def release(self) -> None:
         """Let others have the directory. The file stays: removing it would let two processes lock two files."""

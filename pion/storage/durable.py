@@ -22,12 +22,18 @@ MAX_FAMILY_BYTES: Final = 32
 """Length of a family's name in records."""
 
 
+def _as_bytes(data: Any) -> Raw:
+    """A buffer whose length is its size in bytes. Raises TypeError or BufferError if it isn't contiguous."""
+    return data if isinstance(data, bytes) else memoryview(data).cast("B")
+
+
 @attrs.frozen
 class Record:
     """One change of one family as bytes: `meta` says what, `data` is what should not be copied on the way."""
 
     meta: bytes
-    data: Raw | None = attrs.field(default=None, repr=False)
+    data: Raw | None = attrs.field(default=None, repr=False, converter=attrs.converters.optional(_as_bytes))
+    """Any contiguous buffer; it must not change any more."""
 
 
 class Captured:

@@ -13,9 +13,10 @@ from pion.storage import records, snapshot_format
 from pion.storage.disk import Disk, Mapping
 from pion.storage.examination import SET_ASIDE, Examination, FileReport
 from pion.storage.log_walk import LogWalk
+from pion.storage.read_ahead import ReadAhead, UnreadableError
 from pion.storage.records import SegmentHeader
 from pion.storage.recovery import OpenSegment, is_unfinished
-from pion.storage.region import PIECE_BYTES, Region
+from pion.storage.region import Region
 from pion.storage.segments import Position, segment_name, segment_number, snapshot_name
 from pion.storage.snapshot import TEMPORARY
 from pion.storage.snapshot_format import HEADER_LENGTH, Identity, Snapshot
@@ -134,13 +135,11 @@ class _Examiner:
         return self._read_ahead(name, mapping, stop if start is None else start, size)
 
     def _read_ahead(self, name: str, mapping: Mapping, start: int, stop: int) -> bool:
-        scratch = memoryview(bytearray(PIECE_BYTES))
-        for at in range(start, stop, PIECE_BYTES):
-            try:
-                mapping.read_into(at, scratch[: min(PIECE_BYTES, stop - at)])
-            except OSError as error:
-                self._found.problem(name, at, f"it can't be read: {error.strerror or error}", (), "unreadable")
-                return False
+        try:
+            ReadAhead(mapping, name)(start, stop)
+        except UnreadableError as error:
+            self._found.problem(name, error.position, f"it can't be read: {error.reason}", (), "unreadable")
+            return False
         return True
 
     def _segments(self, mappings: dict[str, Mapping]) -> list[OpenSegment]:

@@ -43,12 +43,18 @@ class LogWalk(LogReader):
             report.state = "replaced by the next" if report.state == "good" else report.state
             return False
         if segment.first > self.next:
+            emptied = self._emptied(segment)
+            if emptied is not None and not self._refused(
+                emptied, self._found.files[emptied.name], SEGMENT_BYTES, [segment, *later]
+            ):
+                report.state = "cut off" if report.state == "good" else report.state
+                return True
             self._lost(segment, 0, self.next, segment.first - 1, "are missing: a file is, or is older than it was")
             self.next = segment.first
         view, salt = segment.mapping.view, segment.header.salt
         position, expected = SEGMENT_BYTES, segment.header.first
         while True:
-            entry = records.decode(view, position, salt)
+            entry = records.decode(view, position, salt, segment.ready)
             if entry is not None and expected in (0, entry.sequence) and entry.sequence < limit:
                 if self._record(segment, report, entry, later):
                     return True
@@ -79,7 +85,7 @@ class LogWalk(LogReader):
 
     def _following(self, segment: OpenSegment, position: int, limit: int) -> Entry | None:
         """The next record behind a place where none can be read, in the same segment."""
-        for entry in records.search(segment.mapping.view, position + 1, segment.header.salt):
+        for entry in records.search(segment.mapping.view, position + 1, segment.header.salt, segment.ready):
             if self.next <= entry.sequence < limit:
                 return entry
         return None

@@ -9,7 +9,7 @@ record, and a record of another segment can't pass for one of this.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -38,7 +38,12 @@ RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 JOINED_BYTES: Final = 16 * KIB
 """Data up to here is copied behind its header: a buffer of its own would cost more to write."""
 
-MAX_META_BYTES: Final = 2**32 - 1
+Ready = Callable[[int, int], None]
+"""Is told which range of the bytes will be looked at next, and may raise: a mapped file must be read before."""
+
+
+def _is_ready(start: int, stop: int) -> None:
+    """For bytes that are in memory."""
 
 
 class FormatError(Exception):
@@ -55,7 +60,7 @@ class SegmentHeader:
 
     worker: int
     number: int
-    """Segments of a directory are numbered upwards, without gaps."""
+    """Segments of a directory are numbered upwards. There may be gaps: one that couldn't be made leaves its number."""
     first: int
     """Sequence number of its first record; 0 if the record itself tells."""
     salt: int
@@ -167,15 +172,17 @@ def _name(family: str) -> bytes:
     return bytes((len(name),)) + name
 
 
-def decode(data: memoryview, start: int, salt: int) -> Entry | None:
+def decode(data: memoryview, start: int, salt: int, ready: Ready = _is_ready) -> Entry | None:
     """The record that begins at `start`; None if none does, or not all of it is there."""
     if start + RECORD_BYTES > len(data):
         return None
+    ready(start, start + RECORD_BYTES)
     marker, meta_bytes, data_bytes, sequence, durable, checksum = _RECORD.unpack_from(data, start)
     meta_start = start + RECORD_BYTES
     data_start = meta_start + meta_bytes
     if marker != MARKER or data_start + data_bytes > len(data) or not meta_bytes:
         return None
+    ready(meta_start, data_start)
     meta = bytes(data[meta_start:data_start])
     head = bytes(data[start : start + _RECORD.size])
     if xxhash.xxh3_64_intdigest(head + meta, salt) != _CHECKSUM.unpack_from(data, start + _RECORD.size)[0]:
@@ -189,23 +196,25 @@ def data_intact(data: memoryview, entry: Entry, salt: int) -> bool:
     return digest(data[entry.data_start : entry.stop], salt ^ entry.sequence) == entry.data_checksum
 
 
-def scan(data: memoryview, header: SegmentHeader) -> Iterator[Entry]:
+def scan(data: memoryview, header: SegmentHeader, ready: Ready = _is_ready) -> Iterator[Entry]:
     """The records from the first on, up to the first place where none with the next number begins."""
     position, expected = SEGMENT_BYTES, header.first
-    while (entry := decode(data, position, header.salt)) is not None and expected in (0, entry.sequence):
+    while (entry := decode(data, position, header.salt, ready)) is not None and expected in (0, entry.sequence):
         yield entry
         position, expected = entry.stop, entry.sequence + 1
 
 
-def search(data: memoryview, start: int, salt: int) -> Iterator[Entry]:
+def search(data: memoryview, start: int, salt: int, ready: Ready = _is_ready) -> Iterator[Entry]:
     """Every intact record header that begins at or behind `start`, whatever lies between."""
     position = start
-    window = memoryview(data)
     while True:
-        found = _find(window, MARKER, position)
-        if found < 0:
-            return
-        entry = decode(data, found, salt)
+        # Mostly records stand behind one another. Looking there first spares a window for each of them.
+        entry, found = decode(data, position, salt, ready), position
+        if entry is None:
+            found = _find(data, MARKER, position, ready)
+            if found < 0:
+                return
+            entry = decode(data, found, salt, ready)
         if entry is not None:
             yield entry
             position = entry.stop
@@ -216,9 +225,10 @@ def search(data: memoryview, start: int, salt: int) -> Iterator[Entry]:
 _WINDOW_BYTES: Final = 1 << 20
 
 
-def _find(data: memoryview, what: bytes, start: int) -> int:
+def _find(data: memoryview, what: bytes, start: int, ready: Ready) -> int:
     """`bytes.find` in a mapped file, without reading all of it at once."""
     while start < len(data):
+        ready(start, start + _WINDOW_BYTES)
         piece = bytes(data[start : start + _WINDOW_BYTES])
         found = piece.find(what)
         if found >= 0:

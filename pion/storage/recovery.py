@@ -7,6 +7,8 @@ The rules, which `docs/discussion/durability.md` explains to operators:
 - If valid records follow, something that had been written is damaged, and the start is refused. One exception: the
   machine was off since, and no later record says that the damaged one had been flushed. Then it is what a power cut
   does to bytes that were not flushed, in whatever order the system had written them: cut, too.
+- Headers, metas and the snapshot's table are read with calls that report errors before they are looked at. What of them
+  can't be read refuses the start: nobody knows what it says.
 - Large data is not read. Its record's header vouches for its checksum, and the first use compares. Data that a power
   cut may have hit is read, as it decides where the log ends.
 - A segment says in its header which record it begins with. What an older segment has from that number on was never
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -28,6 +30,7 @@ from pion.storage import records, snapshot_format
 from pion.storage.disk import Disk
 from pion.storage.disk import Mapping as DiskMapping
 from pion.storage.durable import Dormant, Durable
+from pion.storage.read_ahead import ReadAhead, UnreadableError
 from pion.storage.records import SEGMENT_BYTES, Entry, SegmentHeader
 from pion.storage.region import DamagedError, Region
 from pion.storage.segments import Position, Segment, segment_name, segment_number, snapshot_name
@@ -61,18 +64,25 @@ class UnknownVersionError(StartupError):
 
 @attrs.frozen
 class OpenSegment:
-    """A segment whose header was read."""
+    """A segment whose header was read. Making one may raise UnreadableError."""
 
     name: str
     header: SegmentHeader
     mapping: DiskMapping
+    ready: ReadAhead = attrs.field(init=False, repr=False, eq=False)
+    """To be called before its records are looked at."""
+    first: int = attrs.field(init=False)
+    """Sequence number of its first record; 0 if it was prepared and has none."""
 
-    @property
-    def first(self) -> int:
-        """Sequence number of its first record; 0 if it was prepared and has none."""
+    @ready.default
+    def _ready(self) -> ReadAhead:
+        return ReadAhead(self.mapping, self.name)
+
+    @first.default
+    def _first(self) -> int:
         if self.header.first:
             return self.header.first
-        entry = records.decode(self.mapping.view, SEGMENT_BYTES, self.header.salt)
+        entry = records.decode(self.mapping.view, SEGMENT_BYTES, self.header.salt, self.ready)
         return entry.sequence if entry is not None else 0
 
     @property
@@ -112,13 +122,16 @@ class Found:
 
 
 def find(disk: Disk, worker: int) -> Found:
-    """Open the files of one worker and check their headers. Blocks. Raises DamagedFileError, OSError."""
+    """Open the files of one worker and check their headers. Blocks.
+
+    Raises DamagedFileError, UnknownVersionError, UnreadableError, OSError.
+    """
     found = Found()
     name = snapshot_name(worker)
     if disk.exists(name):
         mapping = disk.map(name)
         try:
-            snapshot = snapshot_format.parse(mapping.view)
+            snapshot = snapshot_format.parse(mapping.view, ReadAhead(mapping, name))
         except snapshot_format.VersionError as error:
             raise UnknownVersionError(disk, name, str(error)) from error
         except snapshot_format.FormatError as error:
@@ -130,6 +143,7 @@ def find(disk: Disk, worker: int) -> Found:
     for number in numbers:
         name = segment_name(worker, number)
         mapping = disk.map(name)
+        ReadAhead(mapping, name)(0, SEGMENT_BYTES)
         try:
             header = SegmentHeader.parse(mapping.view)
         except records.VersionError as error:
@@ -198,7 +212,7 @@ class LogReader:
         self.cut_at = ""
 
     def steps(self) -> Iterator[tuple[OpenSegment, Entry, Region | None]]:
-        """The records in order, each with its data. Raises DamagedFileError."""
+        """The records in order, each with its data. Raises DamagedFileError, UnreadableError."""
         segments = [each for each in self._segments if not each.unused]
         flushed: int | None = None
         for index, segment in enumerate(segments):
@@ -222,7 +236,7 @@ class LogReader:
             if self._may_be_torn(segment):
                 flushed = _flushed(segments) if flushed is None else flushed
                 trusted = flushed
-            for entry in records.scan(segment.mapping.view, segment.header):
+            for entry in records.scan(segment.mapping.view, segment.header, segment.ready):
                 data = segment.region(entry)
                 if entry.sequence >= limit or not _intact(data, in_doubt=entry.sequence > trusted):
                     break
@@ -248,21 +262,20 @@ class LogReader:
 
     def _end(self, segment: OpenSegment, position: int, later: Sequence[OpenSegment]) -> None:
         """The log can't be read on from here: cut it, or refuse."""
-        view, number = segment.mapping.view, self.next
-        following = [
-            entry for entry in records.search(view, position + 1, segment.header.salt) if entry.sequence > number
-        ]
-        for each in later:
-            following += records.search(each.mapping.view, SEGMENT_BYTES, each.header.salt)
-        flushed = any(entry.durable >= number for entry in following)
-        if following and (flushed or not self._may_be_torn(segment)):
+        number, last, flushed = self.next, 0, False
+        for each in (segment, *later):
+            for entry in _search(each, position + 1 if each is segment else SEGMENT_BYTES):
+                if each is not segment or entry.sequence > number:
+                    last, flushed = max(last, entry.sequence), flushed or entry.durable >= number
+        if last and (flushed or not self._may_be_torn(segment)):
             raise DamagedFileError(
                 self._disk,
                 segment.name,
-                f"record {number} at byte {position} is damaged, and valid records follow, up to number "
-                f"{max(entry.sequence for entry in following)}",
+                f"record {number} at byte {position} is damaged, and valid records follow, up to number {last}",
             )
-        self.cut_bytes = len(view) - position + sum(len(each.mapping.view) - SEGMENT_BYTES for each in later)
+        self.cut_bytes = (
+            len(segment.mapping.view) - position + sum(len(each.mapping.view) - SEGMENT_BYTES for each in later)
+        )
         self.cut_at = f"{segment.name} at byte {position}"
 
 
@@ -279,29 +292,36 @@ def _intact(data: Region | None, *, in_doubt: bool) -> bool:
     return True
 
 
+def _search(segment: OpenSegment, start: int) -> Iterator[Entry]:
+    return records.search(segment.mapping.view, start, segment.header.salt, segment.ready)
+
+
 def _flushed(segments: Sequence[OpenSegment]) -> int:
     """The highest number up to which any record says that all are on stable storage; also one behind a damaged one."""
     highest = 0
     for segment in segments:
         position = SEGMENT_BYTES
-        for entry in records.scan(segment.mapping.view, segment.header):
+        for entry in records.scan(segment.mapping.view, segment.header, segment.ready):
             highest, position = max(highest, entry.durable), entry.stop
         if position < len(segment.mapping.view):
-            for entry in records.search(segment.mapping.view, position + 1, segment.header.salt):
+            for entry in _search(segment, position + 1):
                 highest = max(highest, entry.durable)
     return highest
 
 
-def load(
-    disk: Disk,
-    worker: int,
-    families: Sequence[Durable],
-    progress: Callable[[int], None] = lambda records: None,
-) -> Found:
+def load(disk: Disk, worker: int, families: Sequence[Durable]) -> Found:
     """Read a directory into the families, which must be empty; `finish_replay` is left to the caller. Blocks.
 
-    Raises DamagedFileError or OSError; then the families are in an unknown state.
+    Raises DamagedFileError, UnknownVersionError or OSError; then the families are in an unknown state.
     """
+    try:
+        return _load(disk, worker, families)
+    except UnreadableError as error:
+        what = f"it can't be read at byte {error.position}: {error.reason}"
+        raise DamagedFileError(disk, error.name, what) from error
+
+
+def _load(disk: Disk, worker: int, families: Sequence[Durable]) -> Found:
     found = find(disk, worker)
     owners: dict[str, Durable] = {family.family: family for family in families}
     for step in snapshot_steps(found):
@@ -311,13 +331,11 @@ def load(
         step = Step(entry.family, entry.meta, data, f"record {entry.sequence} at byte {entry.start}")
         _replay(disk, segment.name, owners, found, step)
         found.records += 1
-        if not found.records % 10_000:
-            progress(found.records)
     found.cut_bytes, found.cut_at = reader.cut_bytes, reader.cut_at
     found.position = attrs.evolve(found.position, sequence=reader.next)
     if found.cut_bytes:
         logger.warning(
-            "%s: the log ends in the middle of a record, at %s: %d bytes, which had never been flushed, were cut",
+            "%s: the log ends in the middle of a record, at %s: %d bytes were cut; see pion check",
             disk.where,
             found.cut_at,
             found.cut_bytes,

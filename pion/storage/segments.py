@@ -232,7 +232,8 @@ class SegmentWriter:
                 each for each in self._unflushed if not (isinstance(each, _Earlier) and each.name in names)
             ]
         for number in numbers:
-            self._disk.unlink(segment_name(self._worker, number))
+            with contextlib.suppress(FileNotFoundError):  # somebody was quicker
+                self._disk.unlink(segment_name(self._worker, number))
             del self.segments[number]
         self._disk.sync_directory(segment_name(self._worker, 0))
 

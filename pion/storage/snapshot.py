@@ -51,14 +51,17 @@ MOVES_AT_ONCE: Final = 200
 
 TEMPORARY: Final = ".tmp"
 
-ATTEMPTS: Final = 100
+ABANDON_DEADLINE_S: Final = 10.0
+"""Longest wait for the removal of an unfinished file to begin."""
+
+ATTEMPTS: Final = 10
 """A snapshot is begun anew when rows turn out to be damaged, after they were dropped."""
 
 
 class DamagedRowsError(Exception):
     """Rows that were to be copied are not what was stored."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Sequence[Captured]) -> None:
         super().__init__("damaged rows")
         self.captured = captured
 
@@ -83,6 +86,8 @@ class _File:
         self._hinted = self._room
         self.followed: list[tuple[Captured, Entry]] = []
         """Those that want to know where their data lies."""
+        self.damaged: list[Captured] = []
+        """Those that are not what was stored."""
         if disk.exists(name):
             disk.unlink(name)
         self._file: DiskFile = disk.create(name)
@@ -93,10 +98,12 @@ class _File:
             raise
 
     def add(self, chunk: Sequence[tuple[str, Captured]]) -> None:
-        """Write what was captured. Raises DamagedRowsError, OSError."""
+        """Write what was captured, up to what is damaged. Raises OSError."""
         for family, captured in chunk:
             if not captured.verify():
-                raise DamagedRowsError(captured)
+                self.damaged.append(captured)
+            if self.damaged:
+                continue  # nothing will come of this file: the rest is only looked at, so that one more try is enough
             start, nbytes = self._position, sum(len(part) for part in captured.parts)
             seed = entry_seed(self._salt, family, captured.meta, start)
             # What is lost gets a wrong checksum: nobody must take what stands for it for what it was.
@@ -201,6 +208,12 @@ class Snapshotter:
                 self._error = error.strerror or str(error)
                 logger.error("snapshot in %s failed: %s", self._disk.where, self._error)
                 raise MisconfError(f"no snapshot could be written: {self._error}") from error
+            except CommandError:
+                raise
+            except Exception as error:  # a plugin's `capture`
+                self._error = repr(error)
+                logger.exception("snapshot in %s failed", self._disk.where)
+                raise CommandError(f"no snapshot could be written: {error!r}") from error
             self._error = ""
             self._taken += 1
             self._ended_s = time.monotonic()
@@ -222,38 +235,46 @@ class Snapshotter:
             try:
                 file = await self._write(Identity(worker=self._worker, covers=covers, lineage=self._lineage))
             except DamagedRowsError as error:
-                error.captured.damaged()
+                for captured in error.captured:
+                    captured.damaged()
                 continue
             # What it covers must be in the log, too: else its number would be given again, to another change.
             try:
                 await self._log.wait_written(covers)
                 mapping = await trio.to_thread.run_sync(self._publish, path, limiter=self._limiter)
             except BaseException:
-                file.abandon()
+                await self._abandon(file)
                 raise
-            await self._move(file.followed, mapping)
-            await self._log.remove_covered(covers)
             self._bytes = len(mapping.view)
             self._log.accept()
+            await self._move(file.followed, mapping)
+            try:
+                await self._log.remove_covered(covers)
+            except OSError as error:
+                logger.warning("%s: covered log can't be removed: %s", self._disk.where, error.strerror or error)
             return
         raise OSError("too many damaged rows")
 
     async def _write(self, identity: Identity) -> _File:
         # Everything up to the first checkpoint belongs to the moment that the snapshot shows.
-        captures = [(family.family, family.capture()) for family in self._families]
-        name, payload_bytes = snapshot_name(self._worker) + TEMPORARY, self.payload_bytes()
+        captures: list[tuple[str, Iterator[Captured]]] = []
         file: _File | None = None
         try:
+            for each in self._families:
+                captures.append((each.family, each.capture()))
+            name, payload_bytes = snapshot_name(self._worker) + TEMPORARY, self.payload_bytes()
             file = await trio.to_thread.run_sync(
                 partial(_File, self._disk, name, payload_bytes, identity), limiter=self._limiter
             )
             for family, capture in captures:
                 for chunk in _chunks(family, capture):
                     await trio.to_thread.run_sync(file.add, chunk, limiter=self._limiter)
+            if file.damaged:
+                raise DamagedRowsError(file.damaged)
             await trio.to_thread.run_sync(file.finish, limiter=self._limiter)
         except BaseException:
             if file is not None:
-                file.abandon()
+                await self._abandon(file)
             raise
         finally:
             for _, capture in captures:
@@ -261,6 +282,11 @@ class Snapshotter:
                 if close is not None:
                     close()
         return file
+
+    async def _abandon(self, file: _File) -> None:
+        """Remove an unfinished file, which may be large. Cancellation: shielded, with a deadline."""
+        with trio.CancelScope(deadline=trio.current_time() + ABANDON_DEADLINE_S, shield=True):
+            await trio.to_thread.run_sync(file.abandon, limiter=self._limiter)
 
     def _publish(self, path: str | None) -> Mapping:
         """Give the finished file its name, and `path` as a second one. Blocks. Raises OSError."""
@@ -331,7 +357,10 @@ def check_path(path: str) -> None:
     parts = path.split("/")
     if not path or path.startswith("/") or ".." in parts or "." in parts or "" in parts or "\0" in path:
         raise CommandError(f"path must be relative and inside the data directory, got {show(path.encode())}")
-    if parts[0].startswith("pion."):
-        raise CommandError(f"path must not begin with 'pion.', the server's own names, got {show(path.encode())}")
-    if path.endswith(TEMPORARY):
+    folded = path.casefold()  # on some file systems these are the same names
+    if folded.startswith(("pion.", "damaged-")):
+        raise CommandError(
+            f"path must not begin with 'pion.' or 'damaged-', the server's own names, got {show(path.encode())}"
+        )
+    if folded.endswith(TEMPORARY):
         raise CommandError(f"path must not end with {TEMPORARY}, got {show(path.encode())}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -193,13 +193,18 @@ class Snapshot:
             yield Entry(meta[1:name_end].decode("ascii"), meta[name_end:], start, nbytes, seed, checksum)
 
 
-def parse(data: memoryview) -> Snapshot:
-    """Check header and table of a mapped file. Raises FormatError, with a text for the operator."""
+def parse(data: memoryview, ready: Callable[[int, int], None] = lambda start, stop: None) -> Snapshot:
+    """Check header and table of a mapped file. Raises FormatError, with a text for the operator.
+
+    `ready` is told which range will be looked at next, and may raise.
+    """
     if len(data) < HEADER_LENGTH.size:
         raise FormatError("it is cut off, at byte 0")
+    ready(0, HEADER_LENGTH.size)
     length = HEADER_LENGTH.unpack_from(data)[0]
     if not 2 <= length <= min(_READER_LIMIT, len(data) - HEADER_LENGTH.size):
         raise FormatError("its header is damaged or cut off, at byte 0")
+    ready(HEADER_LENGTH.size, HEADER_LENGTH.size + length)
     file_header = bytes(data[: HEADER_LENGTH.size + length])
     try:
         tensors = json.loads(file_header[HEADER_LENGTH.size :])
@@ -213,6 +218,8 @@ def parse(data: memoryview) -> Snapshot:
         raise FormatError("its header is damaged, at byte 8") from error
     whole = first >= 0 and last - first >= TABLE_HEAD.size + TABLE_TAIL.size and stop == len(data)
     table = data[start:stop] if whole else data[:0]
+    if whole:
+        ready(start, stop)
     vouched = whole and is_whole(table)
     if vouched and TABLE_TAIL.unpack_from(table, len(table) - TABLE_TAIL.size)[0] != xxhash.xxh3_64_intdigest(
         file_header

@@ -226,7 +226,9 @@ class VStore:
             self.commit(DropPrefix(unit.name, reason))
 
     def drop_damaged(self, unit: Unit) -> None:
-        """Drop a unit whose bytes on disk are not what was stored: a miss, never data."""
+        """Drop a unit whose bytes on disk are not what was stored, if it is still there: a miss, never data."""
+        if (self.lone if unit.lone else self.prefixes).get(unit.name) is not unit:
+            return
         logger.error("%s: a checksum failed, dropped", show(unit.name))
         self.checksum_failures += 1
         self.drop_unit(unit, Reason.DAMAGED)

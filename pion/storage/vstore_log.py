@@ -35,7 +35,7 @@ logger = logging.getLogger("pion.storage")
 MAP_FROM_BYTES: Final = 64 * KIB
 """Rows of one record from here on stay in the file until they are used; shorter ones are read at the start."""
 
-SORTED_UNITS: Final = 100_000
+SORTED_UNITS: Final = 20_000
 """Up to so many units a snapshot has them in their order of use; sorting more would hold the loop."""
 
 _Item = tuple[Change, int]
@@ -146,7 +146,8 @@ class _Capture:
         if len(units) <= SORTED_UNITS:
             store.policy.settle(2**31)
             units.sort(key=lambda unit: unit.stamp)
-        self._left = dict.fromkeys(units)
+        self._left = set(units)
+        self._order = iter(units)
         self._taken: deque[Captured] = deque()
         store.before_change = self._before
 
@@ -155,15 +156,13 @@ class _Capture:
 
     def __next__(self) -> Captured:
         while not self._taken:
-            if not self._left:
-                raise StopIteration
-            self._take(next(iter(self._left)))
+            self._take(next(self._order))  # its end is ours
         return self._taken.popleft()
 
     def close(self) -> None:
         """Nothing more is taken."""
         self._store.before_change = None
-        self._left, self._taken = {}, deque()
+        self._left, self._order, self._taken = set(), iter(()), deque()
 
     def _before(self, change: Change) -> None:
         unit = _unit(self._store, change)
@@ -176,7 +175,7 @@ class _Capture:
     def _take(self, unit: Unit) -> None:
         for part in unit.chain():
             if part in self._left:
-                del self._left[part]
+                self._left.discard(part)
                 self._taken.extend(_records(self._store, part))
 
 
@@ -255,7 +254,9 @@ class _CapturedRows(Captured):
         return all(memory.verify() for memory in self._mapped)
 
     def damaged(self) -> None:
-        self._store.drop_damaged(self._unit)
+        # Rows that were replaced meanwhile are nobody's any more.
+        if any(memory.live and not memory.verified for memory in self._mapped):
+            self._store.drop_damaged(self._unit)
 
     def moved(self, region: Region) -> None:
         if self._mapped:

@@ -39,6 +39,9 @@ ITEM_BYTES: Final = 256
 FLUSH_INTERVAL_S: Final = 1.0
 """What `everysec` may lose when the machine dies, and the time of a flush."""
 
+PREPARE_AGAIN_S: Final = 60.0
+"""Pause after a segment could not be prepared: on a full disk each try would only be noise."""
+
 CLOSE_DEADLINE_S: Final = 10.0
 """Longest time that the end of a worker waits for what is still queued."""
 
@@ -146,6 +149,7 @@ class Log:
         self._queue: deque[Batch] = deque()
         self._writing: Batch | None = None
         self._queued = self._records = 0
+        self._prepare_at = 0.0
         self._wake = trio.Event()
         self._waiting = trio.lowlevel.ParkingLot()
         self._write_limiter = trio.CapacityLimiter(1)
@@ -262,10 +266,10 @@ class Log:
             nursery.start_soon(self._flush_regularly)
             task_status.started()
             while True:
-                await self._wake.wait()
-                self._wake = trio.Event()
                 while self._queue:
                     await self._write_next()
+                self._wake = trio.Event()
+                await self._wake.wait()
 
     async def close(self) -> None:
         """Write and flush what is queued, then close the files; call it when `run` has ended.
@@ -289,6 +293,9 @@ class Log:
             raise
         except OSError as error:
             self._fail(error)
+        except Exception as error:  # a family's `encode`, or no memory: what follows must not be written behind a hole
+            logger.exception("log in %s: a record could not be made", self._where)
+            self._fail(OSError(f"a record could not be made: {error!r}"))
         if self.broken:  # by this write, or by a flush meanwhile
             self._lose([batch])
             if self._sync is Sync.EVERYSEC:
@@ -308,7 +315,7 @@ class Log:
             late = self._sync is Sync.EVERYSEC and self._durable < self._written
             if not self.broken and (late or self._writer.behind):
                 await self._flush()
-            if not self.broken and not self._writer.prepared:
+            if not self.broken and not self._writer.prepared and trio.current_time() >= self._prepare_at:
                 await self._prepare()
 
     async def _flush(self) -> None:
@@ -326,6 +333,7 @@ class Log:
         try:
             await trio.to_thread.run_sync(self._writer.prepare, limiter=self._flush_limiter)
         except OSError as error:  # the writer will meet it, when it needs the segment
+            self._prepare_at = trio.current_time() + PREPARE_AGAIN_S
             logger.warning("log in %s: no next segment could be made: %s", self._where, error.strerror or error)
 
     # Failing, and going on.

@@ -14,6 +14,7 @@ import pytest
 from pion.errors import StartupError
 from pion.storage import recovery
 from pion.storage.durable import Captured, Durable, Record
+from pion.storage.examine import examine
 from pion.storage.records import SEGMENT_BYTES, SegmentHeader, encode, scan
 from pion.storage.recovery import DamagedFileError, Found, UnknownVersionError
 from pion.storage.region import Region
@@ -491,6 +492,13 @@ def test_a_power_cut_that_took_all_records_of_a_segment_made_in_advance(
     else:
         with pytest.raises(DamagedFileError, match="record 4 at byte"):
             read(disk)
+    # `pion check` says the same.
+    checked = examine(disk)
+    assert not checked.problems == is_cut
+    assert checked.files[segment_name(0, 4)].state == "cut off" if is_cut else checked.problems
+    assert [f"the next start cuts {len(behind.content) - SEGMENT_BYTES} bytes" in note for note in checked.notes] == (
+        [True] if is_cut else []
+    )
     # In this run of the machine nothing can have taken them.
     now = [attrs.evolve(each, boot=NOW) for each in (*before, emptied, behind)]
     with pytest.raises(DamagedFileError):
@@ -554,13 +562,6 @@ def test_each_family_gets_its_own() -> None:
     families = [Notes(), Notes("other")]
     recovery.load(disk, 0, families)
     assert [family.notes for family in families] == [[*texts(1, 3), *texts(7, 9)], texts(4, 6)]
-
-
-def test_progress_is_reported() -> None:
-    disk = disk_with(Log(1, 1, [b"x"] * 25_000))
-    reports: list[int] = []
-    recovery.load(disk, 0, [Notes()], reports.append)
-    assert reports == [10_000, 20_000]
 
 
 def test_a_refused_start_is_a_startup_error() -> None:

@@ -213,12 +213,14 @@ async def test_a_step_fails(threads: Threads, step: str) -> None:
 
 @pytest.mark.parametrize("step", ["the directory is flushed", "the log is removed"])
 async def test_a_step_fails_when_the_snapshot_has_its_name(threads: Threads, step: str) -> None:
+    """A flush that fails is a failure; log that stays is only untidy, as the state is on the disk."""
     disk = Watched()
     async with running(disk) as (log, snapshots):
         await log.add(b"a")
-        kind = "sync_directory" if step == "the directory is flushed" else "unlink"
+        flushing = step == "the directory is flushed"
+        kind = "sync_directory" if flushing else "unlink"
         fail(disk, lambda operation: operation.kind == kind and operation.name in (SNAPSHOT, segment_name(0, 1)))
-        await refused(snapshots)
+        await (refused(snapshots) if flushing else snapshots.take())
         assert disk.exists(SNAPSHOT)
         assert disk.exists(segment_name(0, 1))
         await log.add(b"b")
@@ -238,7 +240,7 @@ async def test_removing_the_log_fails_in_the_middle(threads: Threads) -> None:
             await log.log.wait_written(0)
         assert len(disk.names()) == 4
         fail(disk, lambda operation: operation.kind == "unlink" and operation.name == segment_name(0, 2))
-        await refused(snapshots)
+        await snapshots.take()
         assert disk.names() == [SNAPSHOT, *(segment_name(0, number) for number in (2, 3, 4))]
         await snapshots.take()
         assert disk.names() == [SNAPSHOT, segment_name(0, 4)]
