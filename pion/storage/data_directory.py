@@ -134,7 +134,7 @@ class DataDirectory:
             await self.log.open()
         except OSError as error:
             if error.errno not in FULL:
-                raise StartupError(f"--dir {self._disk.where}: can't write the log: {error.strerror}") from error
+                raise StartupError(f"--dir {self._disk.where}: can't write the log: {error}") from error
             self.log.refuse(error)
         else:
             await self.log.remove_unused()

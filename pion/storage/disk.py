@@ -126,7 +126,7 @@ class RealDisk:
 
     def names(self) -> list[str]:
         """See `Disk`."""
-        return sorted(entry.name for entry in os.scandir(self._directory) if entry.is_file(follow_symlinks=False))
+        return sorted(entry.name for entry in os.scandir(self._directory) if entry.is_file())
 
     def exists(self, name: str) -> bool:
         """See `Disk`."""

@@ -191,7 +191,7 @@ class Step:
 
 
 def snapshot_steps(found: Found) -> Iterator[Step]:
-    """The snapshot's records in order. Raises snapshot_format.FormatError."""
+    """The snapshot's records in order; its table was checked when it was opened."""
     if found.snapshot is None or found.snapshot_mapping is None:
         return
     mapping = found.snapshot_mapping

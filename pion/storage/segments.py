@@ -300,4 +300,6 @@ def segment_number(worker: int, name: str) -> int | None:
     """The number in a segment's name; None if it is none of this worker."""
     head = f"pion.vstore.{worker}.log."
     rest = name.removeprefix(head)
-    return int(rest) if name.startswith(head) and len(rest) == 10 and rest.isascii() and rest.isdigit() else None
+    if not (name.startswith(head) and rest.isascii() and rest.isdigit()) or rest != f"{int(rest):010}":
+        return None
+    return int(rest)

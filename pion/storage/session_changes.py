@@ -126,7 +126,7 @@ def apply_store(store: VStore, change: StoreRows) -> None:
     found = store.held_session(change.sid)
     assert found is not None  # noqa: S101  checked, or journalled after its creation
     unit, side = found
-    store.touch(unit)
+    store.policy.touch(unit)  # its ancestors can't be evicted before it
     schema = unit.schema(side)
     assert schema is not None  # noqa: S101  as above
     row_bytes = schema.layer(change.layer).row_bytes

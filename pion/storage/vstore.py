@@ -117,6 +117,7 @@ class VStore:
         """Units made since the reaper last looked."""
         self.dropped: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.checksum_failures = 0
+        self._replaying = False
         self.before_change: Callable[[Change], None] | None = None
         """Told of each change before it is made, while a snapshot is taken."""
         self._expiries: list[tuple[float, int, Unit]] = []
@@ -184,7 +185,7 @@ class VStore:
     def touch(self, unit: Unit) -> None:
         """The unit was used, and with it the ancestors that it reads from."""
         self.policy.touch(unit)
-        parent = unit.parent
+        parent = unit.parent if not self._replaying else None
         while parent is not None:
             self.policy.touch(parent)
             parent = parent.parent
@@ -235,7 +236,12 @@ class VStore:
 
     def replay(self, change: Change) -> None:
         """Apply a change from the journal: no checks, no evictions, nothing is journalled."""
-        _RULES[type(change)][1](self, change)
+        # Nobody uses anything now: touching the ancestors of each segment of a long chain would take seconds.
+        self._replaying = True
+        try:
+            _RULES[type(change)][1](self, change)
+        finally:
+            self._replaying = False
 
     def finish_replay(self) -> None:
         """Drop the registrations that were pending when the records ended; their owners are gone."""

@@ -110,11 +110,11 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
 
 
-def test_links_and_folders_are_no_files_of_the_directory(tmp_path: Path) -> None:
+def test_folders_and_links_to_nothing_are_no_files_of_the_directory(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     disk.create("a").close()
     (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert disk.names() == ["a"]
 
 

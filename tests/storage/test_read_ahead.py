@@ -96,7 +96,7 @@ def test_a_million_small_records_take_few_calls() -> None:
     for at in range(0, 20 * MIB - 100, 100):
         ready(at, at + 48)
     assert len(mapping.ranges) < 20 * 4 + 16
-    assert mapping.nbytes == 20 * MIB, "nothing twice"
+    assert mapping.nbytes <= 20 * MIB, "nothing twice"
     assert max(stop - start for start, stop in mapping.ranges) <= MOST_AHEAD_BYTES
 
 

@@ -489,20 +489,25 @@ def test_a_power_cut_that_took_all_records_of_a_segment_made_in_advance(
         found, notes = read(disk)
         assert notes.notes == texts(1, 3)
         assert (found.cut_bytes, found.position.sequence) == (len(behind.content) - SEGMENT_BYTES, 4)
+        assert found.cut_at.startswith(segment_name(0, 1 if covers is None else 2))
     else:
         with pytest.raises(DamagedFileError, match="record 4 at byte"):
             read(disk)
     # `pion check` says the same.
     checked = examine(disk)
-    assert not checked.problems == is_cut
-    assert checked.files[segment_name(0, 4)].state == "cut off" if is_cut else checked.problems
-    assert [f"the next start cuts {len(behind.content) - SEGMENT_BYTES} bytes" in note for note in checked.notes] == (
-        [True] if is_cut else []
-    )
+    cut = f"the next start cuts {len(behind.content) - SEGMENT_BYTES} bytes"
+    ends_in = segment_name(0, 1 if covers is None else 2)
+    assert all(cut in note and note.startswith(ends_in) for note in checked.notes)
+    assert (len(checked.notes), len(checked.problems)) == ((1, 0) if is_cut else (0, 1))
+    assert (checked.files[segment_name(0, 4)].state == "cut off") == is_cut
+    assert checked.position.sequence == (4 if is_cut else 10)
     # In this run of the machine nothing can have taken them.
-    now = [attrs.evolve(each, boot=NOW) for each in (*before, emptied, behind)]
+    now = disk_with(
+        *[attrs.evolve(each, boot=NOW) for each in (*before, emptied, behind)], covers=covers, notes=texts(1, 3)
+    )
     with pytest.raises(DamagedFileError):
-        read(disk_with(*now, covers=covers, notes=texts(1, 3)))
+        read(now)
+    assert len(examine(now).problems) == 1
 
 
 def test_a_segment_whose_making_was_cut_off_is_removed() -> None:
