@@ -9,7 +9,7 @@ record, and a record of another segment can't pass for one of this.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -145,10 +145,16 @@ def digest(buffer: Buffer, seed: int) -> int:
     """XXH3-64, a piece at a time so that other threads get the interpreter meanwhile."""
     if len(buffer) <= PIECE_BYTES:
         return xxhash.xxh3_64_intdigest(buffer, seed)
+    return digest_parts((buffer,), seed)
+
+
+def digest_parts(parts: Iterable[Buffer], seed: int) -> int:
+    """The same of buffers that lie behind one another."""
     state = xxhash.xxh3_64(seed=seed)
-    view = memoryview(buffer)
-    for start in range(0, len(view), PIECE_BYTES):
-        state.update(view[start : start + PIECE_BYTES])
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE_BYTES):
+            state.update(view[start : start + PIECE_BYTES])
     return state.intdigest()
 
 

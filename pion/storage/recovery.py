@@ -40,7 +40,8 @@ from pion.storage.snapshot_format import Snapshot
 logger = logging.getLogger("pion.wal")
 
 READ_AT_START_BYTES: Final = 64 * KIB
-"""Data of a log record below this is compared with its checksum at the start; longer data at its first use."""
+"""Data of a log record below this is compared with its checksum at the start; longer data at its first use. A family
+may keep in the file what is at least as long (the V-store: `vstore_log.MAP_FROM_BYTES`), and reads the rest at once."""
 
 
 class DamagedFileError(StartupError):

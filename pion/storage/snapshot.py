@@ -15,7 +15,6 @@ from typing import Final
 
 import attrs
 import trio
-import xxhash
 
 from pion.args import show
 from pion.config import MIB
@@ -23,7 +22,8 @@ from pion.errors import CommandError, MisconfError
 from pion.replies import Buffer
 from pion.storage.disk import Disk, DiskFile, Mapping
 from pion.storage.durable import Captured, Durable
-from pion.storage.region import PIECE_BYTES, Region
+from pion.storage.records import digest_parts
+from pion.storage.region import Region
 from pion.storage.segments import snapshot_name
 from pion.storage.snapshot_format import (
     Entry,
@@ -107,7 +107,7 @@ class _File:
             start, nbytes = self._position, sum(len(part) for part in captured.parts)
             seed = entry_seed(self._salt, family, captured.meta, start)
             # What is lost gets a wrong checksum: nobody must take what stands for it for what it was.
-            checksum = _digest(captured.parts, seed) ^ captured.lost
+            checksum = digest_parts(captured.parts, seed) ^ captured.lost
             entry = Entry(family, captured.meta, start, nbytes, seed, checksum)
             self._table.add(entry)
             if nbytes:
@@ -338,15 +338,6 @@ def _chunks(family: str, capture: Iterator[Captured]) -> Iterator[list[tuple[str
             chunk, nbytes, until = [], 0, time.monotonic() + CAPTURE_S
     if chunk:
         yield chunk
-
-
-def _digest(parts: Sequence[Buffer], seed: int) -> int:
-    state = xxhash.xxh3_64(seed=seed)
-    for part in parts:
-        view = memoryview(part)
-        for at in range(0, len(view), PIECE_BYTES):
-            state.update(view[at : at + PIECE_BYTES])
-    return state.intdigest()
 
 
 def check_path(path: str) -> None:
