@@ -9,8 +9,8 @@ No request pays for a timer. The table's watcher looks at each connection's `pha
 disconnects those without progress; an idle connection is closed by closing its transport, which wakes the waiting
 task.
 
-Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work and after each half MiB moved, the replies so far
-are sent and the loop runs the other tasks once.
+Fairness: after `COMMANDS_PER_TURN` commands, after `TURN_NS` of work, after `RECEIVE_TURN_NS` of receiving and after
+each slice of a reply, the replies so far are sent and the loop runs the other tasks once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pion.config import (
     PAYLOAD_SLICE_BYTES,
     READ_CHUNK_BYTES,
     RECEIVE_GRACE_S,
+    RECEIVE_TURN_NS,
     TURN_NS,
 )
 from pion.context import Context, Services, Session
@@ -378,6 +379,7 @@ class Connection:
         """Receive the payload, up to its last byte, into its own memory; False at the end of the stream."""
         parser, transport, scratch = self._parser, self._transport, self._table.scratch
         self._phase = Phase.RECEIVING
+        turn_end_ns = perf_counter_ns() + RECEIVE_TURN_NS
         while parser.payload_left:
             target = parser.target()
             left = parser.payload_left
@@ -392,6 +394,7 @@ class Connection:
                     continue
                 transport.receiving_bulk(left + 2)
                 await transport.wait_readable()
+                turn_end_ns = perf_counter_ns() + RECEIVE_TURN_NS
                 continue
             if received == 0:
                 return False
@@ -400,8 +403,9 @@ class Connection:
             parser.filled(min(received, len(target)))
             if surplus > 0:
                 parser.feed(bytes(scratch[:surplus]))
-            elif not last:
-                await trio.lowlevel.checkpoint()
+            elif not last and perf_counter_ns() > turn_end_ns:
+                await self._yield()
+                turn_end_ns = perf_counter_ns() + RECEIVE_TURN_NS
         transport.receiving_bulk(0)
         self._maybe_more = True
         self._phase = Phase.RUNNING

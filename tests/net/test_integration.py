@@ -56,6 +56,13 @@ async def blocked_readers(table: ConnectionTable, count: int) -> None:
             await wait_all_tasks_blocked(0.005)
 
 
+async def until_blocked(table: ConnectionTable, reader: trio.SocketStream) -> None:
+    host, port = reader.socket.getsockname()
+    with trio.fail_after(10):
+        while not any(each.sender.blocked and each.session.addr == f"{host}:{port}" for each in table._connections):
+            await wait_all_tasks_blocked(0.005)
+
+
 async def test_a_slow_reader_gets_one_whole_version_while_rows_are_replaced_dropped_and_evicted():
     """Fault class 46. What only the reply still holds stays counted until it is sent."""
     async with running_server(Config(kvcache=True, max_sessions=4)) as server:
@@ -96,7 +103,7 @@ async def test_slow_readers_of_dropped_rows_are_cut_when_they_hold_too_much():
             reader = await connect(server.port, receive_buffer=4096)
             await reader.send_all(fetch(b"s"))
             readers.append(reader)
-            await blocked_readers(server.services.net, 1)
+            await until_blocked(server.services.net, reader)
             assert ledger.sending_bytes <= limit + SIZE
         await call(writer, b"+PONG\r\n", b"PING")
         assert server.services.net.statistics().slow_readers_dropped >= 5
