@@ -166,6 +166,48 @@ class Config:
         high=16_777_216,
         mutable=True,
     )
+    max_bytes: int = option(
+        0,
+        "memory for what is stored: rows, names, tables, payloads being received and replies being sent; beyond it the "
+        "least valuable prefixes go, to the tier if there is one; 0: no limit. With it, --max-sessions is 1,048,576 "
+        "unless given",
+        group="storage",
+        unit="bytes",
+        low=0,
+        high=1024 * 1024 * GIB,
+        mutable=True,
+    )
+    eviction: str = option(
+        "lru",
+        "which prefix makes room: the least recently used one, or the one with the least prefill time avoided for its "
+        "bytes and its chance of being used again",
+        group="storage",
+        choices=("lru", "value"),
+    )
+    admission: int = option(
+        0,
+        "lookup misses of a namespace before REGISTER accepts it (+DEFERRED until then); 0 accepts at once",
+        group="storage",
+        unit="misses",
+        low=0,
+        high=15,
+    )
+    tier_dir: str = option(
+        "",
+        "directory, or URL of another kind of tier, that takes what memory has no room for; empty: it is dropped",
+        group="storage",
+        unit="path",
+    )
+    max_disk_bytes: int = option(
+        0,
+        "disk space for the tier, the snapshot and the log together; beyond it the least valuable prefixes of the tier "
+        "go, then changes are refused; 0: no limit",
+        group="storage",
+        unit="bytes",
+        low=0,
+        high=1024 * 1024 * GIB,
+        mutable=True,
+    )
     max_layers: int = option(
         65_536,
         "layers in one session; the deepest models have a few hundred, the bound keeps a bad id from growing a table",
@@ -361,6 +403,9 @@ TURN_NS: Final = 1_000_000
 
 RECEIVE_TURN_NS: Final = TURN_NS // 2
 """Receiving one payload before the others get the loop. Asking after each slice would cost a store an eighth."""
+
+SESSIONS_WITH_BUDGET: Final = 1_048_576
+"""--max-sessions when --max-bytes is given and it is not: then bytes are the limit, and this one bounds the tables."""
 
 LONG_REPLY_ITEMS: Final = 32
 """An array or map of more items is encoded in turns, since an item can be large itself."""

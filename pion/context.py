@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from pion.net.table import ConnectionTable
     from pion.receipt import Receipt
     from pion.registry import Registry
+    from pion.storage.budget import Budget
     from pion.storage.data_directory import DataDirectory
     from pion.storage.durable import Durable
+    from pion.storage.tiering import Tiering
     from pion.storage.vstore import VStore
 
 T = TypeVar("T")
@@ -123,6 +125,10 @@ class Services:
     """What is kept in the data directory; what `register_durable` returned."""
     data: DataDirectory | None = None
     """The data directory, once it is read; None in a server that keeps nothing."""
+    budget: Budget
+    """For those who can wait until there is memory."""
+    tiering: Tiering | None = None
+    """What moves rows to the tier and back, if there is one."""
     info_sections: list[InfoSection] = attrs.field(factory=list)
     state: dict[str, Any] = attrs.field(factory=dict)
     """Plugins' own state by plugin name."""

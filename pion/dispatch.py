@@ -47,6 +47,7 @@ class Entry:
     no_auth: bool
     no_multi: bool
     writes: bool
+    needs_memory: bool
     counter: CommandCounter
     subcommands: dict[bytes, Entry] | None
 
@@ -80,6 +81,7 @@ class Dispatcher:
             no_auth=Flag.NO_AUTH in row.flags,
             no_multi=Flag.NO_MULTI in row.flags,
             writes=Flag.WRITE in row.flags,
+            needs_memory=Flag.DENYOOM in row.flags,
             counter=self._monitor.counter(row.name.lower()),
             subcommands=None,
         )
@@ -116,8 +118,12 @@ class Dispatcher:
         context.session.last_command = entry.name
         start = perf_counter_ns()
         try:
-            if entry.writes and (data := context.services.data) is not None and data.holds_back:
-                await data.admit()
+            if entry.writes:
+                services = context.services
+                if (data := services.data) is not None and data.holds_back:
+                    await data.admit()
+                if entry.needs_memory and services.budget.holds_back:
+                    await services.budget.admit(sum(map(len, argv)))
             reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
         except PionError as error:
             counter.failed += 1

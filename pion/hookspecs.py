@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pluggy import HookimplMarker, HookspecMarker
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pion.config import Config
     from pion.context import InfoSection, Services, Session
     from pion.storage.durable import Durable
+    from pion.storage.tiers.registry import TierFactory
 
 hookspec = HookspecMarker("pion")
 hookimpl = HookimplMarker("pion")
@@ -53,6 +54,15 @@ def register_services(services: Services) -> Sequence[Callable[..., Awaitable[No
 @hookspec
 def register_info(services: Services) -> Sequence[InfoSection]:  # type: ignore[empty-body]
     """Return sections for INFO. Each is formatted only when a client asks for it."""
+
+
+@hookspec
+def register_tiers(services: Services) -> Mapping[str, TierFactory]:  # type: ignore[empty-body]
+    """Return kinds of tiers by the scheme of their URL, in lower case; `--tier-dir` names one of them.
+
+    A factory gets the URL, connects to nothing yet, and raises ValueError for a URL that it can't use. A scheme that
+    two plugins have refuses the start. Only asked for with `--tier-dir`.
+    """
 
 
 @hookspec

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from pion.config import GIB, KIB, MIB, Config, fields, flag_name
+from pion.config import GIB, KIB, MIB, SESSIONS_WITH_BUDGET, Config, fields, flag_name
 from pion.errors import StartupError
 
 GROUPS: Final = {
@@ -156,6 +156,8 @@ def build_config(
             values[field.name] = parse_value(field, environment[variable], variable)
         elif flag in from_file:
             values[field.name] = parse_value(field, from_file[flag], f"{config_file or 'PION_CONFIG'}: {flag}")
+    if values.get("max_bytes"):
+        values.setdefault("max_sessions", SESSIONS_WITH_BUDGET)
     return Config(**values)
 
 

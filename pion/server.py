@@ -28,9 +28,13 @@ from pion.net import endpoints, listener
 from pion.plugins import call_each, call_one, make_plugin_manager, make_registry, plugin_names
 from pion.receipt import Receipt
 from pion.registry import Registry
+from pion.storage.budget import Budget
 from pion.storage.data_directory import open_directory
+from pion.storage.disk_budget import DiskBudget
 from pion.storage.journal import NullJournal
 from pion.storage.ledger import Ledger
+from pion.storage.tiering import Tiering
+from pion.storage.tiers.registry import merge_tiers, tier_from
 from pion.storage.vstore import VStore
 
 logger = logging.getLogger("pion.server")
@@ -83,11 +87,14 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
     manager = make_plugin_manager(config)
     registry = make_registry(manager, config)
     monitor = Monitor(slower_than_us=config.slowlog_slower_than_us, max_len=config.slowlog_max_len)
+    vstore = VStore(config, clock, NullJournal(), Ledger())
+    disk = DiskBudget(vstore, lambda: services.data)
     services = Services(
         config=config,
         clock=clock,
         registry=registry,
-        vstore=VStore(config, clock, NullJournal(), Ledger()),
+        vstore=vstore,
+        budget=Budget(vstore, disk),
         receipt=Receipt(),
         clients=ClientTable(),
         monitor=monitor,
@@ -98,6 +105,9 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
     worker.hook("startup")
     for _, durable in worker.hook("register_durable"):
         services.durable.extend(durable)
+    if config.tier_dir:
+        tier = tier_from(config.tier_dir, merge_tiers(worker.hook("register_tiers")))
+        services.tiering = Tiering(vstore, tier, services.budget, disk, lambda: services.data)
     for _, sections in worker.hook("register_info"):
         services.info_sections.extend(sections)
     services.disconnect = [callback for _, callback in worker.hook("register_disconnect")]
@@ -120,6 +130,8 @@ def resolve(config: Config) -> Config:
         if not lines or not lines[0]:
             raise StartupError(f"--requirepass-file {config.requirepass_file}: the first line is empty")
         config = attrs.evolve(config, requirepass=lines[0], requirepass_file="")
+    if config.tier_dir and not config.max_bytes:
+        raise StartupError("--tier-dir takes what memory has no room for: say how much it may hold, with --max-bytes")
     if config.protected_mode and not config.requirepass and config.host not in LOOPBACK_HOSTS:
         raise StartupError(
             f"--host {config.host} is reachable from other machines and there is no password: "
@@ -181,7 +193,7 @@ async def _data_directory(services: Services) -> AsyncIterator[trio.Event]:
         return
     store = services.vstore
     data = services.data = open_directory(
-        services.config, services.durable, lambda: store.ledger.payload_bytes, lambda: store.sessions
+        services.config, services.durable, lambda: store.unplaced_bytes, lambda: store.sessions
     )
     clean = False
     try:

@@ -23,6 +23,8 @@ class Plan:
     name: Namespace
     ids: TokenIds
     parent: tuple[Namespace, int] | None
+    looked_up: bool
+    """A LOOKUP of this name has told the server of the miss."""
 
     @property
     def offset(self) -> int:
@@ -47,9 +49,15 @@ def claim(client: PionClient, plan: Plan) -> Claim:
 
     It is registered without META first: if another client has completed it meanwhile, registering succeeds and would
     put our META over its rows. CHAIN shows complete prefixes only. Once ours is pending, nobody else can complete it.
+
+    A server with --admission defers what was looked up in vain too seldom. MATCH counts nothing there, so if the name
+    was only matched, this miss is reported now and the server asked again.
     """
     try:
         registered = register(client, plan)
+        if registered is Registered.DEFERRED and not plan.looked_up:
+            client.prefix_lookup(plan.name, tokens=0)
+            registered = register(client, plan)
     except ExistsError as error:  # a name of one's own that something of another shape has
         logger.info("not stored: %s", error)
         return Claim.NO
@@ -59,6 +67,7 @@ def claim(client: PionClient, plan: Plan) -> Claim:
         logger.info("not stored: the part it continues went away: %s", error)
         return Claim.NO
     if registered is Registered.DEFERRED:
+        logger.debug("not stored: %r was not asked for often enough yet", plan.name)
         return Claim.NO
     if registered is Registered.PENDING or client.prefix_chain(plan.name) is not None:
         return Claim.OTHERS

@@ -155,7 +155,9 @@ class PionPromptCache:
                 self._counters.add(hits=1)
                 return found.caches
             found = self._finder.match(server, context, wanted) if namespace is None else None
-            return self._complete(server, context, name, wanted, found, store=not mismatch, progress=progress)
+            return self._complete(
+                server, context, name, wanted, found, store=not mismatch, looked_up=True, progress=progress
+            )
 
     def prepare_prompt(
         self, ids: Sequence[int] | Any, *, media: Sequence[bytes] = (), progress: Progress | None = None
@@ -177,7 +179,9 @@ class PionPromptCache:
             have = found.tokens if found is not None else 0
             if boundary - have >= MIN_SEGMENT_TOKENS:
                 name = context.namespace(head)
-                caches = self._complete(server, context, name, head, found, store=True, progress=progress)
+                caches = self._complete(
+                    server, context, name, head, found, store=True, looked_up=False, progress=progress
+                )
                 return caches, wanted[boundary:].tolist()
         if found is None:
             self._counters.add(misses=1)
@@ -268,6 +272,7 @@ class PionPromptCache:
         found: Found | None,
         *,
         store: bool,
+        looked_up: bool,
         progress: Progress | None,
     ) -> list[Any]:
         """Compute what `found` lacks and store it; or wait for another client that is computing it."""
@@ -276,7 +281,7 @@ class PionPromptCache:
             self._counters.add(hits=1)
             return found.caches
         parent = self._finder.parent(server, found) if store and found is not None else None
-        plan = Plan(context, name, ids, parent)
+        plan = Plan(context, name, ids, parent, looked_up)
         whose = server.ask("REGISTER", lambda client: claim(client, plan), Claim.NO) if store else Claim.NO
         if whose is Claim.OTHERS:
             waited = self._wait(server, context, name, ids, have)

@@ -11,7 +11,7 @@ import trio
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.commands.kvprefix_register import NS, hash_blob
+from pion.commands.kvprefix_register import NS, admission, hash_blob
 from pion.commands.vstore_common import AS_ARG, row_range, verified
 from pion.context import Context
 from pion.errors import CommandError
@@ -51,6 +51,8 @@ async def lookup(context: Context, argv: list[Buffer]) -> Reply:
             unit = store.visible(ns)
         if unit is None:
             receipt.kvprefix_misses += 1
+            if services.config.admission:
+                admission(services).miss(ns)
             return MISS
     if not context.session.no_touch:
         if unit.parent is None:
@@ -255,7 +257,7 @@ COMMANDS: Final = (
     Command(
         name="KV.PREFIX.LOOKUP",
         arity=-2,
-        summary="Say whether a prefix is there and complete; a hit is credited in PION.STATS",
+        summary="Say whether a prefix is there and complete; credit a hit in PION.STATS, count a miss for --admission",
         since="0.1.0",
         handler=lookup,
         flags=Flag.READONLY | Flag.FAST | Flag.BLOCKING,

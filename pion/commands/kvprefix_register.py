@@ -10,9 +10,10 @@ from pion.args import MAX_ID, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.vstore_common import commit
 from pion.config import MAX_HASHES, Config
-from pion.context import Context
+from pion.context import Context, Services
 from pion.errors import CommandError
 from pion.replies import OK, Buffer, Reply, Simple
+from pion.storage.admission import Admission
 from pion.storage.changes import Declaration, Hashes, Register
 from pion.storage.formats import get_format
 from pion.storage.prefix_index import HASH_BYTES
@@ -20,6 +21,9 @@ from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.schema import Schema
 
 PENDING: Final = Simple("PENDING")
+DEFERRED: Final = Simple("DEFERRED")
+ADMISSION: Final = "kvprefix.admission"
+"""Where `services.state` keeps the sketch."""
 MAX_EXPIRY_S: Final = 10**10
 """EX: three hundred years, so that the absolute time stays exact in a float."""
 
@@ -120,8 +124,29 @@ async def register_schema(context: Context, argv: list[Buffer]) -> Reply:
     return await _register(context, ns, shapes[b"K"], shapes[b"V"], options)
 
 
+def admission(services: Services) -> Admission:
+    """The worker's sketch of lookup misses, made when it is first needed. Only with `--admission`."""
+    found: Admission | None = services.state.get(ADMISSION)
+    if found is None:
+        found = services.state[ADMISSION] = Admission(services.config.admission)
+    return found
+
+
+def admission_rows(services: Services) -> list[tuple[str, object]]:
+    """What `--admission` has done, for INFO; all 0 without it."""
+    if not services.config.admission:
+        return [(field, 0) for field in ("admission_deferred", "admission_admitted", "admission_sketch_bytes")]
+    counts = admission(services).statistics()
+    return [
+        ("admission_deferred", counts.deferred),
+        ("admission_admitted", counts.admitted),
+        ("admission_sketch_bytes", counts.sketch_bytes),
+    ]
+
+
 async def _register(context: Context, ns: bytes, k_schema: Schema, v_schema: Schema, options: Options) -> Reply:
-    store, owner = context.services.vstore, context.session.id
+    services, owner = context.services, context.session.id
+    store = services.vstore
     declaration = options.declaration()
     unit = store.any_prefix(ns)
     same_shape = unit is not None and unit.k_schema is k_schema and unit.v_schema is v_schema
@@ -129,24 +154,27 @@ async def _register(context: Context, ns: bytes, k_schema: Schema, v_schema: Sch
         return PENDING
     expires_s = None
     if options.expires_in_s is not None:
-        expires_s = context.services.clock.wall_s() + options.expires_in_s
-    await commit(
-        context,
-        Register(
-            ns=ns,
-            k_schema=k_schema,
-            v_schema=v_schema,
-            declaration=declaration,
-            hashes=options.hashes,
-            meta=options.meta,
-            parent=options.parent,
-            offset=options.offset,
-            expires_s=expires_s,
-            pin=options.pin,
-            prefill_ms=options.prefill_ms,
-            owner=owner,
-        ),
+        expires_s = services.clock.wall_s() + options.expires_in_s
+    change = Register(
+        ns=ns,
+        k_schema=k_schema,
+        v_schema=v_schema,
+        declaration=declaration,
+        hashes=options.hashes,
+        meta=options.meta,
+        parent=options.parent,
+        offset=options.offset,
+        expires_s=expires_s,
+        pin=options.pin,
+        prefill_ms=options.prefill_ms,
+        owner=owner,
     )
+    if services.config.admission and unit is None and not options.pin:
+        # Checked first, so that a mistake is an error whether or not the namespace would have been admitted.
+        store.check(change)
+        if not admission(services).admits(ns):
+            return DEFERRED
+    await commit(context, change)
     return OK
 
 
@@ -191,10 +219,13 @@ _OPTIONS: Final = (
         args=(Arg(name="parent", type=ArgType.KEY), Arg(name="offset", type=ArgType.INTEGER)),
     ),
     Arg(name="seconds", type=ArgType.INTEGER, token="EX", optional=True, summary="expire after so many seconds"),
-    Arg(name="pin", type=ArgType.PURE_TOKEN, token="PIN", optional=True, summary="never evict it"),
+    Arg(name="pin", type=ArgType.PURE_TOKEN, token="PIN", optional=True, summary="never evict it, nor defer it"),
 )
 
-_REPLY: Final = "+OK, or +PENDING while another connection fills the prefix: don't store, wait with LOOKUP"
+_REPLY: Final = (
+    "+OK; +PENDING while another connection fills the prefix: don't store, wait with LOOKUP; +DEFERRED if it isn't "
+    "there and fewer than --admission lookups of it have missed: nothing was made, don't store"
+)
 _ERRORS: Final = (
     "-EXISTS the prefix exists with another shape, declaration or parent",
     "-ERR PARENT: no prefix '<ns>'",

@@ -40,8 +40,11 @@ def register_durable(services: Services) -> Sequence[Durable]:
 
 @hookimpl
 def register_services(services: Services) -> Sequence[Callable[..., Awaitable[None]]]:
-    """The reaper."""
-    return [Reaper(services).run]
+    """The reaper, what keeps the disk budget, and what moves rows to the tier and back."""
+    runs: list[Callable[..., Awaitable[None]]] = [Reaper(services).run, services.budget.disk.keep]
+    if services.tiering is not None:
+        runs.append(services.tiering.run)
+    return runs
 
 
 @hookimpl

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
@@ -14,9 +15,13 @@ from pion.storage.changes import Change
 from pion.storage.formats import Wire, parse_wire
 from pion.storage.glob import Glob
 from pion.storage.ordered import SortedMap
+from pion.storage.placed import TierFile, TierMemory
 from pion.storage.reading import Span
 from pion.storage.region import MappedMemory
+from pion.storage.tiers.base import TierMissError, TierUnavailableError
 from pion.storage.unit import SUFFIXES, Unit
+
+logger = logging.getLogger("pion.storage")
 
 MAX_ROW_END: Final = 2**31
 """One past the largest token id."""
@@ -102,29 +107,55 @@ async def commit(context: Context, *changes: Change) -> None:
 
 
 async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> bool:
-    """Compare what lies in files with its checksum, before its first use; in a thread, as the disk may be slow.
+    """Open what lies in the tier, and compare what lies in files with its checksum, before its first use; in a thread,
+    as the disk may be slow.
 
     False: something is damaged that was replaced meanwhile, so the caller must gather again. Raises CommandError if
-    something that is stored is damaged, after what it belongs to was dropped. Cancellation: nothing was dropped.
+    something that is stored is damaged, after what it belongs to was dropped, or is in a tier that does not answer.
+    Cancellation: nothing was dropped.
     """
     store = context.services.vstore
     if not store.ledger.mapped_bytes:
         return True
     doubtful: dict[MappedMemory, Unit] = {}
+    files: dict[TierFile, Unit] = {}
     for unit, spans in gathered:
         for span in spans:
             memory = span.block.memory
-            if isinstance(memory, MappedMemory) and not memory.verified:
-                doubtful[memory] = unit
+            if isinstance(memory, MappedMemory):
+                if isinstance(memory, TierMemory):
+                    files[memory.file] = unit
+                if not memory.verified:
+                    doubtful[memory] = unit
+    for file in files:
+        store.tier_files.used(file)
     if not doubtful:
         return True
-    damaged = await context.in_thread(_damaged, list(doubtful))
-    stored = dict.fromkeys(doubtful[memory] for memory in damaged if memory.live)
+    with store.tier_files.pinned(files):
+        lost = await _opened(context, files)
+        damaged = await context.in_thread(_damaged, [memory for memory in doubtful if doubtful[memory] not in lost])
+    stored = dict.fromkeys([*lost, *(doubtful[memory] for memory in damaged if memory.live)])
     for unit in stored:
         store.drop_damaged(unit)
     if stored:
         raise CommandError("no row: its bytes on disk are not what was stored, so it was dropped")
     return not damaged
+
+
+async def _opened(context: Context, files: Mapping[TierFile, Unit]) -> set[Unit]:
+    """Open the tier's objects; returns the units whose object is gone or damaged. Raises CommandError."""
+    lost: set[Unit] = set()
+    for file, unit in files.items():
+        if file.opened is None:
+            try:
+                await context.services.vstore.tier_files.opener(file)
+            except TierMissError as error:
+                if file.refs:
+                    logger.error("tier object %s: %s", file.key, error)
+                    lost.add(unit)
+            except TierUnavailableError as error:
+                raise CommandError(f"no row: its tier does not answer ({error})") from error
+    return lost
 
 
 def _damaged(memories: Sequence[MappedMemory]) -> list[MappedMemory]:

@@ -43,7 +43,7 @@ from pion.net.sending import Promise, Sender, settle, size_of
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport, linger
 from pion.protocol.encode import Part, array_header, encode, error_line, map_header
-from pion.protocol.resp import Refused, Request, RespParser
+from pion.protocol.resp import LATER, Refused, Request, RespParser
 from pion.replies import ErrorReply, Map, Reply, Simple, Stream
 
 logger = logging.getLogger("pion.net")
@@ -102,6 +102,8 @@ class Connection:
         """Of those whose size counts: all but simple ones."""
         self._unlogged: list[Promise] = []
         """Which of them may only be sent once the log has what they promise."""
+        self._waited = False
+        """The payload that memory is asked for has been waited for: it gets some now or never."""
         self._maybe_more = False
         self._busy_poll = BusyPoll(table.dialogue)
         self._phase = Phase.RUNNING
@@ -202,7 +204,9 @@ class Connection:
                 elif not parser.need_data:
                     await self._yield()
                     continue
-                if parser.payload_left:
+                if parser.awaited:
+                    await self._wait_for_memory()
+                elif parser.payload_left:
                     if not await self._receive_payload():
                         break
                 elif (table.draining and parser.between_requests) or not await self._receive():
@@ -344,10 +348,11 @@ class Connection:
         self._dispatcher.count_refused(OutOfMemoryError.code)
         for callback in self._services.refused:
             callback(self.session, request)
-        limit = self._services.config.max_receiving_bytes
-        return ErrorReply(
-            OutOfMemoryError.code, f"no memory to receive {request.nbytes} bytes now (max-receiving is {limit} bytes)"
-        )
+        config = self._services.config
+        limits = f"max-receiving is {config.max_receiving_bytes} bytes"
+        if config.max_bytes:
+            limits += f", max-bytes {config.max_bytes}"
+        return ErrorReply(OutOfMemoryError.code, f"no memory to receive {request.nbytes} bytes now ({limits})")
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
@@ -411,9 +416,23 @@ class Connection:
         self._phase = Phase.RUNNING
         return True
 
+    async def _wait_for_memory(self) -> None:
+        """Nothing of this client is read meanwhile: that is how it is slowed down to what the disk takes.
+
+        Cancellation: nothing is reserved.
+        """
+        await self._flush()
+        await self._services.budget.wait(self._parser.awaited)
+        self._waited = True
+        self._parser.resume()
+        self._waited = False
+
     def _allocate(self, nbytes: int) -> memoryview | None:
         self._table.payload_announced()
-        if not self._reserve(nbytes):
+        fits = self._services.budget.take(nbytes)
+        if fits is None and not self._waited:
+            return LATER
+        if not fits or not self._reserve(nbytes):
             return None
         try:
             return np.empty(nbytes, np.uint8).data

@@ -74,6 +74,8 @@ class ConnectionTable:
         )
         self.dialogue = Dialogue(self._services.config.busy_poll_us * 1000)
         self.scratch = memoryview(bytearray(PAYLOAD_SLICE_BYTES))
+        self._services.vstore.in_flight = lambda: self.budget.used
+        self._services.budget.cut_readers = self.enforce_sending_limit
 
     def add(self, connection: Connection) -> None:
         """A connection opened."""
@@ -142,9 +144,12 @@ class ConnectionTable:
             each.give_up_memory()
         return True
 
-    def enforce_sending_limit(self) -> None:
-        """Disconnect the slowest readers if replies hold more than `max_sending_bytes`. Looks at every connection."""
-        limit = self._services.config.max_sending_bytes
+    def enforce_sending_limit(self, limit: int | None = None) -> None:
+        """Disconnect the slowest readers if replies alone hold more than `limit` bytes, which is `max_sending_bytes` by
+        default. Looks at every connection.
+        """
+        if limit is None:
+            limit = self._services.config.max_sending_bytes
         held = self.held_bytes
         if held <= limit:
             return

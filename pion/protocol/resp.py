@@ -46,6 +46,10 @@ SPARSE_LINES: Final = 4
 looking for line ends in all of its bytes costs 1 ns each."""
 
 
+LATER: Final = memoryview(b"")
+"""What `allocate` returns for a payload that there may be memory for a little later."""
+
+
 class Refused(list[Buffer]):
     """A request whose payload did not fit the receive budget. `argv` is incomplete; `nbytes` was asked for."""
 
@@ -55,9 +59,9 @@ class Refused(list[Buffer]):
 class RespParser:
     """Parses the requests of one connection.
 
-    `allocate(n)` returns writable memory for a payload of n bytes, or None to refuse it. `reserve(n)` is told that n
-    more bytes of short arguments are held for an unfinished request; False refuses the request. Set `restricted` while
-    the client must still authenticate: the small limits apply then.
+    `allocate(n)` returns writable memory for a payload of n bytes, None to refuse it, or `LATER`. `reserve(n)` is told
+    that n more bytes of short arguments are held for an unfinished request; False refuses the request. Set `restricted`
+    while the client must still authenticate: the small limits apply then.
     """
 
     __slots__ = (
@@ -77,6 +81,7 @@ class RespParser:
         "_reserved",
         "_target",
         "_walkable",
+        "awaited",
         "need_data",
         "payload_left",
         "restricted",
@@ -109,6 +114,8 @@ class RespParser:
         self._target: memoryview | None = None
         self.payload_left = 0
         """Bytes of the current payload still to come, without its CRLF."""
+        self.awaited = 0
+        """Bytes of a payload that there may be memory for a little later: nothing is parsed until `resume`."""
         self.need_data = True
         """The last `requests` call stopped because the data ended, not because of its limit."""
 
@@ -121,6 +128,12 @@ class RespParser:
         self._position = 0
         self._walkable = self._argv is None
         self._lines = []
+
+    def resume(self) -> None:
+        """Ask for the memory again that was not there yet. Call `requests` afterwards: data may be waiting."""
+        length, self.awaited = self.awaited, 0
+        assert self._argv is not None  # noqa: S101  the payload is an argument of an unfinished request
+        self._start_payload(self._argv, length)
 
     def target(self) -> memoryview | None:
         """Where the driver must put the next bytes of the stream; None if they go to `feed` or are discarded."""
@@ -301,6 +314,8 @@ class RespParser:
             self._length = length
             if length > INLINE_ARG_BYTES:
                 self._start_payload(argv, length)
+        if self.awaited:
+            return False
         if self._length > INLINE_ARG_BYTES:
             return self._payload()
         end = self._position + self._length
@@ -323,6 +338,9 @@ class RespParser:
         memory = self._allocate(length)
         if memory is None:
             self._refuse(argv, length)
+            return
+        if memory is LATER:
+            self.payload_left, self.awaited = 0, length
             return
         self._target = memory
         argv.append(memory.toreadonly())

@@ -14,6 +14,7 @@ Two things keep the memory held close to the memory counted and the number of bl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 from weakref import ref
@@ -59,6 +60,18 @@ class Block:
     def cut(self, start: int, stop: int, row_bytes: int) -> Block:
         """A smaller block over the same buffer."""
         return Block(start, stop, self.memory, self.offset + (start - self.start) * row_bytes)
+
+
+def adjacent(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Runs of blocks without a gap, in order."""
+    run: list[Block] = []
+    for block in blocks:
+        if run and block.start != run[-1].stop:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 class Layer:
@@ -151,6 +164,32 @@ class Layer:
                 size = (block.stop - block.start) * width
                 self._blocks[index] = Block(block.start, block.stop, new, (block.start - first) * width)
                 old.drop(size)
+
+    def exchange(self, stand_in: Callable[[Memory], Memory | None]) -> None:
+        """Let other memory with the same bytes take the place of what `stand_in` gives one for.
+
+        Called once for each memory. What it returns has no live bytes yet, and must not be in a table.
+        """
+        width = self.row_bytes
+        made: dict[Memory, Memory | None] = {}
+        for index, block in enumerate(self._blocks):
+            old = block.memory
+            if old not in made:
+                found = made[old] = stand_in(old)
+                if found is not None:
+                    found.live = 0
+            new = made[old]
+            if new is not None:
+                size = (block.stop - block.start) * width
+                self._blocks[index] = Block(block.start, block.stop, new, block.offset)
+                new.live += size
+                old.drop(size)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes charged for its blocks and their buffers; rows that lie in files cost their blocks only."""
+        buffers = {block.memory: block.memory.nbytes for block in self._blocks if not block.memory.mapped}
+        return BLOCK_COST * len(self._blocks) + sum(buffers.values())
 
     @property
     def blocks(self) -> tuple[Block, ...]:

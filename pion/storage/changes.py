@@ -14,6 +14,7 @@ import attrs
 
 from pion.storage.ledger import Memory, Raw
 from pion.storage.schema import Schema
+from pion.storage.tiers.tier_format import PlacedRun
 
 
 class Reason(enum.Enum):
@@ -64,6 +65,18 @@ class StoreRows:
     data: Raw | Memory = attrs.field(repr=False)
     owner: int = 0
     """Connection that stores; 0 is nobody (replay)."""
+
+
+@attrs.frozen
+class PlaceRows:
+    """All rows of a prefix or lone session lie in an object of the tier, and leave memory."""
+
+    name: bytes
+    lone: bool
+    key: str
+    nbytes: int
+    """Size of the object."""
+    runs: tuple[PlacedRun, ...] = attrs.field(repr=False)
 
 
 @attrs.frozen
@@ -124,4 +137,6 @@ class SetPin:
     pinned: bool
 
 
-Change: TypeAlias = CreateSession | StoreRows | DropSession | Register | DropPrefix | EvictSession | SetExpiry | SetPin
+Change: TypeAlias = (
+    CreateSession | StoreRows | PlaceRows | DropSession | Register | DropPrefix | EvictSession | SetExpiry | SetPin
+)

@@ -33,6 +33,9 @@ LOG_FREE_BYTES: Final = 512 * MIB
 LOG_FREE_RECORDS: Final = 100_000
 """Nor is one with up to so many records, which take two or three seconds to replay."""
 
+LOG_SHARE: Final = 0.25
+"""Of the disk budget: a log that is longer is replaced by a snapshot, so that the tier has the space."""
+
 RETRY_S: Final = 60.0
 """Pause after a snapshot that failed by itself, before the next one."""
 
@@ -83,6 +86,8 @@ class DataDirectory:
     ) -> None:
         self.log = log
         self.loaded = Loaded(found.snapshot is not None, found.records, found.cut_bytes, found.cut_at, load_seconds)
+        self.lineage = found.position.lineage
+        """Names this directory, in all of its files."""
         self._disk = disk
         self._lock = lock
         self._limit_bytes = limit_bytes
@@ -91,6 +96,8 @@ class DataDirectory:
         self._families = [*families, *found.dormant.values()]
         self.snapshots = Snapshotter(disk, 0, found.position.lineage, log, self._families)
         self.snapshots.payload_bytes = payload_bytes
+        if found.snapshot_mapping is not None:
+            self.snapshots.kept_bytes = len(found.snapshot_mapping.view)
         self._saved_sequence = found.snapshot.identity.covers if found.snapshot else 0
 
     def statistics(self) -> DataStatistics:
@@ -103,6 +110,11 @@ class DataDirectory:
             self.loaded.cut_bytes,
             self.loaded.seconds,
         )
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the log and the snapshots take, one that is being written included."""
+        return self.log.size_bytes + self.snapshots.disk_bytes
 
     @property
     def holds_back(self) -> bool:
@@ -276,7 +288,8 @@ def open_disk(
         )
 
     def limit_bytes() -> int:
-        return max(LOG_FREE_BYTES, int(config.wal_limit * payload_bytes()))
+        usual = max(LOG_FREE_BYTES, int(config.wal_limit * payload_bytes()))
+        return min(usual, int(LOG_SHARE * config.max_disk_bytes)) if config.max_disk_bytes else usual
 
     def limit_records() -> int:
         return max(LOG_FREE_RECORDS, int(config.wal_limit * live_records()))

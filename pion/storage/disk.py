@@ -67,8 +67,9 @@ class DiskFile(Protocol):
 class Mapping(Protocol):
     """A whole file for reading. It stays readable when its name is removed or given to another file."""
 
-    view: memoryview
-    """The contents, read-only, one byte an item."""
+    @property
+    def view(self) -> memoryview:
+        """The contents, read-only, one byte an item."""
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer from position `start` on, without mapping pages.

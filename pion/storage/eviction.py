@@ -12,7 +12,7 @@ is chosen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final, Protocol
 
@@ -155,20 +155,25 @@ def _current(entry: tuple[int, int, Unit]) -> bool:
     return entry[2].standing == WAITING and entry[2].stamp == entry[0]
 
 
-def choose(policy: EvictionPolicy, sessions: int, protected: Container[Unit]) -> list[Unit] | None:
-    """The units to evict in this order so that `sessions` V sessions become free; None when that is impossible.
+def choose(
+    policy: EvictionPolicy, sessions: int, nbytes: int, protected: Container[Unit], size: Callable[[Unit], int]
+) -> list[Unit] | None:
+    """The units to evict in this order so that `sessions` V sessions and `nbytes` bytes become free; None when that is
+    impossible. `size` gives the bytes that a unit's end frees.
 
     A parent is among them once all that continues it is, at its own place in time.
     """
     chosen: dict[Unit, None] = {}
-    if sessions <= 0:
+    if sessions <= 0 and nbytes <= 0:
         return []
     for unit in _with_parents(policy.victims(), chosen):
         if unit in protected:
             continue
         chosen[unit] = None
         sessions -= unit.sessions
-        if sessions <= 0:
+        if nbytes > 0:
+            nbytes -= size(unit)
+        if sessions <= 0 and nbytes <= 0:
             return list(chosen)
     return None
 

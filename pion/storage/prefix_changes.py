@@ -8,7 +8,7 @@ from pion.args import show
 from pion.config import MAX_HASHES
 from pion.errors import BusyError, CommandError, ExistsError
 from pion.storage.changes import Declaration, DropPrefix, Hashes, Register, SetExpiry, SetPin
-from pion.storage.ledger import CHAIN_COST
+from pion.storage.ledger import CHAIN_COST, PENDING_COST, TABLE_COST, UNIT_COST
 from pion.storage.prefix_index import HASH_BYTES, BlockTable
 from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.schema import Schema
@@ -138,14 +138,21 @@ def _check_parent(store: VStore, change: Register, unit: Unit | None) -> int:
     return change.offset
 
 
-def room_for_register(store: VStore, change: Register) -> tuple[int, set[Unit]]:
-    """The sides that are missing; neither they nor the ancestors may go for it."""
+def room_for_register(store: VStore, change: Register) -> tuple[int, int, set[Unit]]:
+    """The sides that are missing and what the options take; neither the prefix nor its ancestors may go for it."""
     unit = store.prefixes.get(change.ns)
-    protected = {unit} if unit is not None else set()
+    protected = set(unit.chain()) if unit is not None else set()
     parent = store.prefixes.get(change.parent) if change.parent is not None else None
     if parent is not None:
         protected |= set(parent.chain())
-    return 2 - (unit.sessions if unit is not None else 0), protected
+    nbytes = max(0, len(change.meta or b"") - len(unit.meta or b"" if unit is not None else b""))
+    if change.hashes is not None and (unit is None or unit.table is None):
+        # The table has the hashes of what it continues in front of its own.
+        above = parent.table if parent is not None else None
+        nbytes += TABLE_COST + len(change.hashes.blob) + (above.cost if above is not None else 0)
+    if unit is None:
+        nbytes += UNIT_COST + len(change.ns) + CHAIN_COST + PENDING_COST
+    return 2 - (unit.sessions if unit is not None else 0), nbytes, protected
 
 
 def apply_register(store: VStore, change: Register) -> None:
@@ -185,6 +192,7 @@ def _link(store: VStore, unit: Unit, parent: Unit, offset: int) -> None:
     if parent.children is None:
         parent.children = {}
     parent.children[unit] = None
+    parent.warm_children += not unit.cold
     store.ledger.charge(CHAIN_COST)
     store.policy.update(parent)
 
@@ -262,6 +270,7 @@ def _drop_one(store: VStore, unit: Unit) -> None:
     parent = unit.parent
     if parent is not None and parent.children is not None:
         del parent.children[unit]
+        parent.warm_children -= not unit.cold
         if not parent.children:
             parent.children = None
         unit.parent = None

@@ -63,6 +63,11 @@ class BlockTable:
         self._charge(TABLE_COST + len(self.chain))
 
     @property
+    def cost(self) -> int:
+        """Bytes charged for it."""
+        return self._charged
+
+    @property
     def own(self) -> bytes:
         """The hashes of the blocks that end in this prefix, as they were registered."""
         return self.chain[self.inherited * HASH_BYTES :] if self.inherited else self.chain

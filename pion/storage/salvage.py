@@ -30,6 +30,7 @@ from pion.storage.changes import (
     DropPrefix,
     DropSession,
     EvictSession,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -196,7 +197,7 @@ class Salvage:
     def _replay_checked(self, change: Change, key: Key, place: str, *, again: bool) -> list[str]:
         if isinstance(change, DropPrefix | DropSession | EvictSession):
             return self._replay_drop(change, key, place)
-        if isinstance(change, SetExpiry | SetPin):
+        if isinstance(change, SetExpiry | SetPin | PlaceRows):
             if self._find(key) is not None:
                 self.store.replay(change)
             return []
@@ -271,6 +272,8 @@ def key_of(change: Change) -> Key:
     """What a change is about."""
     if isinstance(change, Register | DropPrefix | SetExpiry | SetPin):
         return False, change.ns
+    if isinstance(change, PlaceRows):
+        return change.lone, change.name
     split = split_sid(change.sid)
     return (True, change.sid) if split is None else (False, split[0])
 

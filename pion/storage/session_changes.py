@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from pion.args import show
 from pion.errors import BusyError, CommandError, ExistsError
-from pion.storage.changes import CreateSession, DropSession, EvictSession, StoreRows
-from pion.storage.ledger import UNIT_COST
+from pion.storage.changes import CreateSession, DropSession, EvictSession, PlaceRows, StoreRows
+from pion.storage.ledger import BLOCK_COST, LAYER_COST, SIDE_COST, UNIT_COST, Memory, Raw
 from pion.storage.schema import Schema
-from pion.storage.unit import K, Rows, Side, Unit, split_sid
+from pion.storage.unit import K, Rows, Side, Unit, V, split_sid
 
 if TYPE_CHECKING:
     from pion.storage.vstore import VStore
@@ -80,13 +80,13 @@ def check_create(store: VStore, change: CreateSession) -> None:
             raise ExistsError(f"session {show(change.sid)} exists with another shape, {schema}")
 
 
-def room_for_create(store: VStore, change: CreateSession) -> tuple[int, set[Unit]]:
+def room_for_create(store: VStore, change: CreateSession) -> tuple[int, int, set[Unit]]:
     """One session, unless it is there; its other side must not go for it."""
     if store.held_session(change.sid) is not None:
-        return 0, set()
+        return 0, 0, set()
     split = split_sid(change.sid)
     other = store.prefixes.get(split[0]) if split else None
-    return 1, {other} if other is not None else set()
+    return 1, UNIT_COST + len(change.sid), {other} if other is not None else set()
 
 
 def apply_create(store: VStore, change: CreateSession) -> None:
@@ -121,16 +121,31 @@ def check_store(store: VStore, change: StoreRows) -> None:
             )
 
 
+def room_for_store(store: VStore, change: StoreRows) -> tuple[int, int, set[Unit]]:
+    """The payload and its fixed costs: what it replaces goes only when it is there. What it extends must not go."""
+    found = store.held_session(change.sid)
+    assert found is not None  # noqa: S101  checked
+    data = change.data
+    payload = data.nbytes if isinstance(data, Memory) else len(data)
+    return 0, payload + BLOCK_COST + LAYER_COST + SIDE_COST, set(found[0].chain())
+
+
 def apply_store(store: VStore, change: StoreRows) -> None:
     """Replace the rows; a declared prefix may become complete."""
     found = store.held_session(change.sid)
     assert found is not None  # noqa: S101  checked, or journalled after its creation
     unit, side = found
     store.policy.touch(unit)  # its ancestors can't be evicted before it
+    _put_rows(store, unit, side, change.layer, change.start, change.count, change.data)
+    if unit.cold and not isinstance(change.data, Memory):
+        store.set_cold(unit, False)
+
+
+def _put_rows(store: VStore, unit: Unit, side: Side, index: int, start: int, count: int, data: Raw | Memory) -> None:
     schema = unit.schema(side)
-    assert schema is not None  # noqa: S101  as above
-    row_bytes = schema.layer(change.layer).row_bytes
-    if not change.count or not row_bytes:
+    assert schema is not None  # noqa: S101  the caller found the session
+    row_bytes = schema.layer(index).row_bytes
+    if not count or not row_bytes:
         return
     rows = unit.rows(side)
     if rows is None:
@@ -139,9 +154,9 @@ def apply_store(store: VStore, change: StoreRows) -> None:
             unit.v_rows = rows
         else:
             unit.k_rows = rows
-    layer = rows.layer(change.layer, row_bytes)
-    grown = layer.store(change.start, change.count, change.data)
-    if change.layer == 0 and side == K and not unit.lone:
+    layer = rows.layer(index, row_bytes)
+    grown = layer.store(start, count, data)
+    if index == 0 and side == K and not unit.lone:
         store.prefix_tokens += grown
     pending = unit.pending
     if pending is not None:
@@ -149,6 +164,19 @@ def apply_store(store: VStore, change: StoreRows) -> None:
         if grown and unit.declaration is not None and layer.count == unit.declaration.tokens:
             pending.missing_layers -= 1
             complete_if_done(store, unit)
+
+
+def check_place(store: VStore, change: PlaceRows) -> None:
+    """Decided by the store itself, just now: nothing to check."""
+
+
+def apply_place(store: VStore, change: PlaceRows) -> None:
+    """Let the rows lie in the tier's object instead of where they are."""
+    unit = (store.lone if change.lone else store.prefixes)[change.name]
+    file = store.tier_files.add(change.key, change.nbytes, change.runs, unit)
+    for run, memory in zip(change.runs, store.tier_files.memories(file), strict=True):
+        _put_rows(store, unit, K if run.side == K else V, run.layer, run.start, run.count, memory)
+    store.set_cold(unit, True)
 
 
 def complete_if_done(store: VStore, unit: Unit) -> None:

@@ -97,6 +97,11 @@ class _File:
             self.abandon()
             raise
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far."""
+        return self._position
+
     def add(self, chunk: Sequence[tuple[str, Captured]]) -> None:
         """Write what was captured, up to what is damaged. Raises OSError."""
         for family, captured in chunk:
@@ -183,6 +188,10 @@ class Snapshotter:
         self._bytes = 0
         self._ended_s: float | None = None
         self._error = ""
+        self.kept_bytes = 0
+        """Of the snapshot that is there."""
+        self._file: _File | None = None
+        """What is being written."""
         self.payload_bytes: Callable[[], int] = lambda: 0
         """About how much data there is: sizes the header."""
 
@@ -190,6 +199,16 @@ class Snapshotter:
         """The counters now."""
         age_s = -1.0 if self._ended_s is None else time.monotonic() - self._ended_s
         return SnapshotStatistics(self._lock.locked(), self._taken, self._seconds, self._bytes, age_s, self._error)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the snapshot takes on disk, and the one that is being written."""
+        return self.kept_bytes + self.writing_bytes
+
+    @property
+    def writing_bytes(self) -> int:
+        """Of the snapshot that is being written, so far."""
+        return self._file.nbytes if self._file is not None else 0
 
     async def take(self, path: str | None = None) -> None:
         """Write a snapshot of now, also under the relative `path`, then remove the log it covers.
@@ -245,7 +264,8 @@ class Snapshotter:
             except BaseException:
                 await self._abandon(file)
                 raise
-            self._bytes = len(mapping.view)
+            self._bytes = self.kept_bytes = len(mapping.view)
+            self._file = None
             self._log.accept()
             await self._move(file.followed, mapping)
             try:
@@ -266,6 +286,7 @@ class Snapshotter:
             file = await trio.to_thread.run_sync(
                 partial(_File, self._disk, name, payload_bytes, identity), limiter=self._limiter
             )
+            self._file = file
             for family, capture in captures:
                 for chunk in _chunks(family, capture):
                     await trio.to_thread.run_sync(file.add, chunk, limiter=self._limiter)
@@ -285,6 +306,7 @@ class Snapshotter:
 
     async def _abandon(self, file: _File) -> None:
         """Remove an unfinished file, which may be large. Cancellation: shielded, with a deadline."""
+        self._file = None
         with trio.CancelScope(deadline=trio.current_time() + ABANDON_DEADLINE_S, shield=True):
             await trio.to_thread.run_sync(file.abandon, limiter=self._limiter)
 

@@ -12,11 +12,13 @@ from typing import Final, Literal, TypeAlias
 from pion.storage.block import Layer
 from pion.storage.changes import Declaration
 from pion.storage.ledger import PENDING_COST, SIDE_COST, Ledger
+from pion.storage.placed import placed_file
 from pion.storage.prefix_index import BlockTable
 from pion.storage.schema import Schema
 
 Side: TypeAlias = Literal[0, 1]
 K: Final = 0
+V: Final = 1
 SIDES: Final[tuple[Side, Side]] = (0, 1)
 """The K side and the V side."""
 SUFFIXES: Final = (b"_pk", b"_pv")
@@ -101,6 +103,7 @@ class Unit:
 
     __slots__ = (
         "children",
+        "cold",
         "declaration",
         "expires_s",
         "k_rows",
@@ -122,6 +125,7 @@ class Unit:
         "table",
         "v_rows",
         "v_schema",
+        "warm_children",
     )
 
     def __init__(self, name: bytes, *, lone: bool) -> None:
@@ -139,6 +143,10 @@ class Unit:
         self.parent: Unit | None = None
         self.offset = 0
         self.children: dict[Unit, None] | None = None
+        self.cold = False
+        """All of its rows lie in files: it has left memory. See `pion.storage.room`."""
+        self.warm_children = 0
+        """Children that are not cold."""
         self.table: BlockTable | None = None
         self.meta: bytes | None = None
         self.prefill_ms: float | None = None
@@ -167,6 +175,40 @@ class Unit:
         """One layer of one side, None before its first row."""
         rows = self.v_rows if side else self.k_rows
         return None if rows is None else rows.layers.get(index)
+
+    def all_layers(self) -> Iterator[Layer]:
+        """The layers of both sides that have rows."""
+        for rows in (self.k_rows, self.v_rows):
+            if rows is not None:
+                yield from rows.layers.values()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the tier has all of its rows, in memory or not; False without rows."""
+        found = False
+        for layer in self.all_layers():
+            for block in layer.blocks:
+                if placed_file(block.memory) is None:
+                    return False
+                found = True
+        return found
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its rows that lie in files."""
+        blocks = (block for layer in self.all_layers() for block in layer.blocks)
+        return sum(memory.nbytes for memory in {block.memory for block in blocks} if memory.mapped)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether it has rows, and all of them lie in files."""
+        found = False
+        for layer in self.all_layers():
+            for block in layer.blocks:
+                if not block.memory.mapped:
+                    return False
+                found = True
+        return found
 
     @property
     def sessions(self) -> int:
@@ -202,8 +244,12 @@ class Unit:
 
     @property
     def evictable(self) -> bool:
-        """Whether it may make room for others."""
-        return not self.pinned and self.pending is None and not self.children
+        """Whether it may make room for others: a warm one in memory, behind all warm ones that continue it; a cold one
+        in the files, behind all that continue it.
+        """
+        if self.pinned or self.pending is not None:
+            return False
+        return not self.children if self.cold else not self.warm_children
 
     def chain(self) -> list[Unit]:
         """From the root to itself."""

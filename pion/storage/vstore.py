@@ -14,14 +14,15 @@ Invariants, which tests/commands/test_kv_machine.py checks after every step:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Any, Final
 
 import attrs
 
 from pion.args import show
-from pion.config import Config
+from pion.config import MIB, Config
 from pion.errors import BusyError, CommandError, OutOfMemoryError
 from pion.storage import prefix_changes, session_changes
 from pion.storage.changes import (
@@ -30,6 +31,7 @@ from pion.storage.changes import (
     DropPrefix,
     DropSession,
     EvictSession,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -39,15 +41,24 @@ from pion.storage.changes import (
 from pion.storage.clock import StoreClock
 from pion.storage.eviction import EvictionPolicy, LeastRecentlyUsed, choose
 from pion.storage.journal import Journal
-from pion.storage.ledger import Ledger
+from pion.storage.ledger import Ledger, Memory
 from pion.storage.ordered import SortedMap
+from pion.storage.orders import Orders
+from pion.storage.placed import PromotedMemory, TierFiles
 from pion.storage.prefix_index import PrefixIndex
+from pion.storage.room import memory_bytes
 from pion.storage.unit import SIDES, K, Side, Unit, split_sid
 
 logger = logging.getLogger("pion.storage")
 
 MOST_SESSIONS: Final = 2
 """Sessions that one change can need: both sides of a prefix."""
+
+EXPIRE_BYTES: Final = MIB
+"""With less of the byte budget left than this, what has expired is looked for before something is evicted."""
+
+RELIEF_LOOKS: Final = 64
+"""Units that are looked at for rows that the tier has, too, before something else makes room."""
 
 EXPIRED_FIRST: Final = 64
 """Expired prefixes dropped before one is evicted; the reaper finds the rest."""
@@ -100,7 +111,13 @@ class VStore:
         self.clock = clock
         self.journal = journal
         self.ledger = ledger
-        self.policy: EvictionPolicy = policy or LeastRecentlyUsed()
+        self.policy: EvictionPolicy = policy or Orders(LeastRecentlyUsed)
+        self.tier_files = TierFiles(ledger)
+        """Objects of the tier that hold rows, whether or not there is a tier."""
+        self.on_growth: Callable[[], None] = lambda: None
+        """Called before a change that may need memory, with a byte budget."""
+        self.in_flight: Callable[[], int] = lambda: 0
+        """Bytes of payloads that are being received."""
         self.index = PrefixIndex()
         self.prefixes: dict[bytes, Unit] = {}
         self.lone: dict[bytes, Unit] = {}
@@ -203,15 +220,19 @@ class VStore:
         changed.
         """
         check, apply, need = _RULES[type(change)]
+        if type(change) is StoreRows and not self.config.max_bytes:
+            need = None
         if not is_internal(change):
             self.journal.check()
-        if need is not None and self.sessions + MOST_SESSIONS > self.config.max_sessions:
+        if need is not None and (
+            self.sessions + MOST_SESSIONS > self.config.max_sessions or self.over(EXPIRE_BYTES) > 0
+        ):
             # What is over goes before what is merely old; before the check, so that it sees what is left.
             self.drop_expired(EXPIRED_FIRST)
         check(self, change)
         if need is not None:
-            sessions, protected = need(self, change)
-            self._make_room(sessions, protected)
+            sessions, nbytes, protected = need(self, change)
+            self._make_room(sessions, nbytes, protected)
         if self.before_change is not None:
             self.before_change(change)
         sessions_before = self.sessions
@@ -248,22 +269,87 @@ class VStore:
         for units in list(self.pending.values()):
             for unit in list(units):
                 self.commit(DropPrefix(unit.name, Reason.ABANDONED))
+        if self.config.max_bytes:
+            for unit in self.units():
+                if not unit.cold and unit.in_files:
+                    self.set_cold(unit, True)
 
-    def _make_room(self, sessions: int, protected: set[Unit]) -> None:
-        excess = self.sessions + sessions - self.config.max_sessions
-        if sessions <= 0 or excess <= 0:
-            return
-        victims = choose(self.policy, excess, protected)
-        if victims is None:
+    def _make_room(self, sessions: int, nbytes: int, protected: set[Unit]) -> None:
+        excess = self.sessions + sessions - self.config.max_sessions if sessions > 0 else 0
+        if excess > 0:
+            victims = choose(self.policy, excess, 0, protected, memory_bytes)
+            if victims is None:
+                raise OutOfMemoryError(
+                    f"{self.config.max_sessions} sessions are in use (--max-sessions) and none of them may be evicted"
+                )
+            for victim in victims:
+                self.drop_unit(victim, Reason.EVICTED)
+        if self.config.max_bytes:
+            self.on_growth()
+        if self.over(nbytes) > 0 and not self.squeeze(nbytes, protected):
             raise OutOfMemoryError(
-                f"{self.config.max_sessions} sessions are in use (--max-sessions) and none of them may be evicted"
+                f"{self.ledger.charged_bytes} of {self.config.max_bytes} bytes are in use (--max-bytes), "
+                f"{nbytes} more are needed, and nothing may be evicted for them"
             )
+
+    # The byte budget.
+
+    @property
+    def unplaced_bytes(self) -> int:
+        """Payload that the tier hasn't: what a snapshot would write."""
+        return max(0, self.ledger.payload_bytes - self.tier_files.nbytes)
+
+    def over(self, nbytes: int) -> int:
+        """How far `nbytes` more would exceed the budget; 0 or less if they fit, or without a budget."""
+        limit = self.config.max_bytes
+        return self.ledger.charged_bytes + nbytes - limit if limit else 0
+
+    def squeeze(self, nbytes: int, protected: Container[Unit] = ()) -> bool:
+        """Evict until `nbytes` more fit; False, and nothing changed, if that can't be.
+
+        False, too, when what was evicted is still being sent.
+        """
+        over = self.over(nbytes)
+        if over <= 0:
+            return True
+        warm = self.policy.warm if isinstance(self.policy, Orders) else self.policy
+        victims = choose(warm, 0, over, protected, memory_bytes)
+        if victims is None and isinstance(self.policy, Orders):
+            # Their rows lie in files, but what is kept of them in memory may be what is missing.
+            victims = choose(self.policy, 0, over, protected, memory_bytes)
+        if victims is None:
+            return False
         for victim in victims:
             self.evict(victim)
+        return self.over(nbytes) <= 0
+
+    def relieve(self, nbytes: int) -> bool:
+        """Take rows out of memory that the tier has anyway, in the order of eviction, until `nbytes` more fit."""
+        if self.over(nbytes) > 0 and isinstance(self.policy, Orders) and self.tier_files.promoted:
+            for unit in [unit for unit in islice(self.policy.warm.victims(), RELIEF_LOOKS) if unit.placed]:
+                self.withdraw(unit)
+                if self.over(nbytes) <= 0:
+                    break
+        return self.over(nbytes) <= 0
 
     def evict(self, unit: Unit) -> None:
-        """Drop an evictable unit to make room."""
-        self.drop_unit(unit, Reason.EVICTED)
+        """Let an evictable unit make room: out of memory, if the tier has its rows, else altogether."""
+        if not self.withdraw(unit):
+            self.drop_unit(unit, Reason.EVICTED)
+
+    def withdraw(self, unit: Unit) -> bool:
+        """Take a unit's rows out of memory if the tier has all of them; False if it hasn't."""
+        if unit.cold or not unit.placed:
+            return False
+        for layer in unit.all_layers():
+            layer.exchange(_in_tier_only)
+        self.set_cold(unit, True)
+        return True
+
+    def set_cold(self, unit: Unit, cold: bool) -> None:
+        """All of a unit's rows lie in files now, or no longer do."""
+        if isinstance(self.policy, Orders):
+            self.policy.move(unit, cold=cold)
 
     # Time: called by the reaper, and on access.
 
@@ -308,7 +394,7 @@ class VStore:
             victim = next(self.policy.victims(), None)
             if victim is None:
                 return
-            self.evict(victim)
+            self.drop_unit(victim, Reason.EVICTED)
 
     def payload_refused(self, owner: int, sid: bytes) -> None:
         """Rows that a connection sent for a session were refused for want of memory: what it was filling is dropped."""
@@ -369,23 +455,31 @@ class VStore:
         )
 
 
+def _in_tier_only(memory: Memory) -> Memory | None:
+    """What stands for a copy in memory once the copy goes."""
+    return memory.withdrawn() if isinstance(memory, PromotedMemory) else None
+
+
 def is_internal(change: Change) -> bool:
     """Whether the store makes the change by itself: an eviction, an expiry, an end of what can't be completed.
 
     It is made even while the log can't be written, as after a restart it would be made again.
     """
-    return type(change) is EvictSession or (type(change) is DropPrefix and change.reason is not Reason.COMMAND)
+    return type(change) in (EvictSession, PlaceRows) or (
+        type(change) is DropPrefix and change.reason is not Reason.COMMAND
+    )
 
 
 _Rule = tuple[
     Callable[[VStore, Any], None],
     Callable[[VStore, Any], None],
-    Callable[[VStore, Any], tuple[int, set[Unit]]] | None,
+    Callable[[VStore, Any], tuple[int, int, set[Unit]]] | None,
 ]
 
 _RULES: Final[dict[type, _Rule]] = {
     CreateSession: (session_changes.check_create, session_changes.apply_create, session_changes.room_for_create),
-    StoreRows: (session_changes.check_store, session_changes.apply_store, None),
+    StoreRows: (session_changes.check_store, session_changes.apply_store, session_changes.room_for_store),
+    PlaceRows: (session_changes.check_place, session_changes.apply_place, None),
     DropSession: (session_changes.check_drop, session_changes.apply_drop, None),
     EvictSession: (session_changes.check_evict, session_changes.apply_evict, None),
     Register: (prefix_changes.check_register, prefix_changes.apply_register, prefix_changes.room_for_register),
@@ -393,4 +487,4 @@ _RULES: Final[dict[type, _Rule]] = {
     SetExpiry: (prefix_changes.check_known, prefix_changes.apply_expiry, None),
     SetPin: (prefix_changes.check_known, prefix_changes.apply_pin, None),
 }
-"""Kind of change -> check, apply, and how many sessions it needs, with the units that must not go for it."""
+"""Kind of change -> check, apply, and how many sessions and bytes it needs, with the units that must not go for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections import deque
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Final
@@ -10,13 +11,14 @@ from typing import Final
 from pion.config import KIB
 from pion.errors import CommandError
 from pion.replies import Buffer
-from pion.storage.block import Block, Layer
+from pion.storage.block import Block, Layer, adjacent
 from pion.storage.changes import (
     Change,
     CreateSession,
     DropPrefix,
     DropSession,
     Hashes,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -25,6 +27,7 @@ from pion.storage.changes import (
 )
 from pion.storage.durable import Captured, Durable, Record
 from pion.storage.ledger import Memory, Raw
+from pion.storage.placed import placed_file
 from pion.storage.region import DamagedError, MappedMemory, Region
 from pion.storage.unit import SIDES, SUFFIXES, Side, Unit, split_sid
 from pion.storage.vstore import VStore
@@ -37,6 +40,8 @@ MAP_FROM_BYTES: Final = 64 * KIB
 
 SORTED_UNITS: Final = 20_000
 """Up to so many units a snapshot has them in their order of use; sorting more would hold the loop."""
+
+_U32: Final = struct.Struct("<I")
 
 _Item = tuple[Change, int]
 
@@ -133,6 +138,8 @@ def _unit(store: VStore, change: Change) -> Unit | None:
     """What a change is about; a lone session and a prefix may have the same name."""
     if isinstance(change, Register | DropPrefix | SetExpiry | SetPin):
         return store.prefixes.get(change.ns)
+    if isinstance(change, PlaceRows):
+        return (store.lone if change.lone else store.prefixes).get(change.name)
     split = split_sid(change.sid)
     return store.lone.get(change.sid) if split is None else store.prefixes.get(split[0])
 
@@ -179,32 +186,43 @@ class _Capture:
                 self._taken.extend(_records(self._store, part))
 
 
-def _records(store: VStore, unit: Unit) -> Iterator[Captured]:
-    """What makes one unit again, its ancestors being there."""
+def registration(unit: Unit) -> bytes:
+    """The changes that make a unit without its rows, each behind its length: what a tier's object tells of it."""
+    return b"".join(_U32.pack(len(each)) + each for each in map(pack, _made_by(unit)))
+
+
+def _made_by(unit: Unit) -> Iterator[Change]:
+    """What makes one unit without its rows, its ancestors being there."""
     if unit.registered:
         assert unit.k_schema is not None and unit.v_schema is not None  # noqa: PT018, S101  a registered one has both
         table, parent = unit.table, unit.parent
-        yield _captured(
-            Register(
-                ns=unit.name,
-                k_schema=unit.k_schema,
-                v_schema=unit.v_schema,
-                declaration=unit.declaration,
-                hashes=Hashes(table.block_size, table.own) if table is not None else None,
-                meta=unit.meta,
-                parent=parent.name if parent is not None else None,
-                offset=unit.offset,
-                expires_s=unit.expires_s or None,
-                pin=unit.pinned,
-            )
+        yield Register(
+            ns=unit.name,
+            k_schema=unit.k_schema,
+            v_schema=unit.v_schema,
+            declaration=unit.declaration,
+            hashes=Hashes(table.block_size, table.own) if table is not None else None,
+            meta=unit.meta,
+            parent=parent.name if parent is not None else None,
+            offset=unit.offset,
+            expires_s=unit.expires_s or None,
+            pin=unit.pinned,
         )
-    else:
-        for side in SIDES:
-            schema = unit.schema(side)
-            if schema is not None:
-                yield _captured(CreateSession(_sid(unit, side), schema))
-        if unit.pinned:
-            yield _captured(SetPin(unit.name, True))
+        return
+    for side in SIDES:
+        schema = unit.schema(side)
+        if schema is not None:
+            yield CreateSession(_sid(unit, side), schema)
+    if unit.pinned:
+        yield SetPin(unit.name, True)
+
+
+def _records(store: VStore, unit: Unit) -> Iterator[Captured]:
+    """What makes one unit again, its ancestors being there."""
+    yield from map(_captured, _made_by(unit))
+    for file in dict.fromkeys(placed_file(block.memory) for layer in unit.all_layers() for block in layer.blocks):
+        if file is not None:  # what was stored since then follows, and takes the place of it again
+            yield _captured(PlaceRows(unit.name, unit.lone, file.key, file.nbytes, file.runs))
     for side in SIDES:
         rows = unit.rows(side)
         for index, layer in rows.layers.items() if rows is not None else ():
@@ -220,15 +238,10 @@ def _captured(change: Change) -> Captured:
 
 
 def _layer_records(store: VStore, unit: Unit, sid: bytes, index: int, layer: Layer) -> Iterator[Captured]:
-    run: list[Block] = []
-    for block in (*layer.blocks, None):
-        if run and (block is None or block.start != run[-1].stop):
-            start, stop = run[0].start, run[-1].stop
-            meta = pack(StoreRows(sid, index, start, stop - start, b""))
-            yield _CapturedRows(store, unit, layer, meta, run)
-            run = []
-        if block is not None:
-            run.append(block)
+    for run in adjacent(block for block in layer.blocks if placed_file(block.memory) is None):
+        start, stop = run[0].start, run[-1].stop
+        meta = pack(StoreRows(sid, index, start, stop - start, b""))
+        yield _CapturedRows(store, unit, layer, meta, run)
 
 
 class _CapturedRows(Captured):

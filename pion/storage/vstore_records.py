@@ -19,6 +19,7 @@ from pion.storage.changes import (
     DropSession,
     EvictSession,
     Hashes,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -27,6 +28,7 @@ from pion.storage.changes import (
 )
 from pion.storage.ledger import Memory, Raw
 from pion.storage.schema import Schema
+from pion.storage.tiers.tier_format import PlacedRun
 
 _U32: Final = struct.Struct("<I")
 _STORE: Final = struct.Struct("<III")
@@ -140,7 +142,24 @@ def _read_rows(reader: _Reader, data: Raw | Memory) -> StoreRows:
     return StoreRows(sid, layer, start, count, data)
 
 
+def _pack_place(change: PlaceRows) -> bytes:
+    head = _text(change.name) + _FLAGS.pack(change.lone) + _text(change.key.encode("ascii"))
+    runs = b"".join(
+        _RUN.pack(run.side, run.layer, run.start, run.count, run.offset, run.nbytes, run.seed, run.checksum)
+        for run in change.runs
+    )
+    return head + _PLACED.pack(change.nbytes, len(change.runs)) + runs
+
+
+def _read_place(reader: _Reader) -> PlaceRows:
+    name, lone, key = reader.text(), bool(reader.unpack(_FLAGS)[0]), reader.text().decode("ascii")
+    nbytes, count = reader.unpack(_PLACED)
+    return PlaceRows(name, lone, key, nbytes, tuple(PlacedRun(*reader.unpack(_RUN)) for _ in range(count)))
+
+
 _FLAGS: Final = struct.Struct("<B")
+_PLACED: Final = struct.Struct("<QI")
+_RUN: Final = struct.Struct("<BIIIQQQQ")
 
 _PACKERS: Final[dict[type, tuple[int, Callable[[Any], bytes]]]] = {
     CreateSession: (1, lambda change: _text(change.sid) + _text(str(change.schema).encode())),
@@ -150,6 +169,7 @@ _PACKERS: Final[dict[type, tuple[int, Callable[[Any], bytes]]]] = {
     Register: (5, _pack_register),
     DropPrefix: (6, lambda change: _text(change.ns) + _FLAGS.pack(_REASONS.index(change.reason))),
     SetExpiry: (7, lambda change: _text(change.ns) + _EXPIRY.pack(change.expires_s)),
+    PlaceRows: (9, _pack_place),
     SetPin: (8, lambda change: _text(change.ns) + _FLAGS.pack(change.pinned)),
 }
 """Kind of change -> its number in records, and what follows the number."""
@@ -163,6 +183,7 @@ _READERS: Final[dict[int, Callable[[_Reader, Raw | Memory], Change]]] = {
     6: lambda reader, data: DropPrefix(reader.text(), _REASONS[reader.unpack(_FLAGS)[0]]),
     7: lambda reader, data: SetExpiry(reader.text(), reader.unpack(_EXPIRY)[0]),
     8: lambda reader, data: SetPin(reader.text(), bool(reader.unpack(_FLAGS)[0])),
+    9: lambda reader, data: _read_place(reader),
 }
 
 

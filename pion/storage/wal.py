@@ -240,6 +240,17 @@ class Log:
             if batch is not None:
                 await batch.over()
 
+    async def wait_durable(self, sequence: int) -> None:
+        """Until all records up to that number are on stable storage, whatever `--wal-sync` says.
+
+        Raises OSError if the log has failed. Cancellation: no effect.
+        """
+        await self.wait_written(sequence)
+        if self._durable < sequence:
+            await self._flush()
+        if self._durable < sequence:
+            raise OSError(self.error)
+
     # Writing and flushing.
 
     async def open(self) -> None:

@@ -1,0 +1,113 @@
+"""Waiting for memory: what happens between "it does not fit" and -OOM.
+
+The store itself makes room at once, by evicting, wherever that is possible. Two things take time: rows must be written
+to the tier before they may leave memory, and what a slow reader holds is free only when its connection has ended. So
+whoever is about to need memory (a payload that was announced, a small write) waits here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from pion.errors import OutOfMemoryError
+from pion.storage.disk_budget import DiskBudget
+from pion.storage.vstore import VStore
+
+HIGH_SHARE: Final = 0.90
+"""Of the byte budget: above it rows are written to the tier ahead of need, down to `LOW_SHARE`."""
+
+LOW_SHARE: Final = 0.85
+
+CROWDED_SHARE: Final = 0.97
+"""Above it small writes wait for the tier, too. It must leave room for those that run at the same time."""
+
+SENDING_SHARE: Final = 0.125
+"""Of the byte budget: what replies alone may hold while others wait for memory."""
+
+WAIT_S: Final = 10.0
+"""Longest wait: by then a tier that works has written gigabytes. What is not written then is dropped."""
+
+LOOK_AGAIN_S: Final = 0.003
+"""Memory comes back from other tasks and threads; looking at three numbers is cheap."""
+
+
+class Budget:
+    """The byte budget of one worker's store, for those who can wait."""
+
+    def __init__(self, store: VStore, disk: DiskBudget) -> None:
+        self._store = store
+        self.disk = disk
+        self.tier_helps: Callable[[], bool] = lambda: False
+        """Whether a tier is about to take rows out of memory."""
+        self.cut_readers: Callable[[int], None] = lambda allowed: None
+        """Disconnects the slowest readers until replies alone hold no more than so many bytes, or will soon."""
+        self.waits = 0
+        """How often somebody had to wait."""
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether `admit` has to be asked."""
+        return self.crowded or self._store.config.max_disk_bytes > 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a small write should wait first."""
+        store, limit = self._store, self._store.config.max_bytes
+        if not limit or store.ledger.charged_bytes + store.in_flight() <= CROWDED_SHARE * limit:
+            return False
+        return self.tier_helps() or store.ledger.sending_bytes > SENDING_SHARE * limit
+
+    def take(self, nbytes: int) -> bool | None:
+        """Make room for `nbytes` beside all that is being received.
+
+        False: it can't be; None: it may be, a little later.
+        """
+        store, limit = self._store, self._store.config.max_bytes
+        wanted = nbytes + store.in_flight()
+        if store.over(wanted) <= 0:
+            return True
+        if nbytes > limit:
+            return False
+        if store.ledger.sending_bytes > SENDING_SHARE * limit:
+            self.cut_readers(int(SENDING_SHARE * limit))
+        if store.relieve(wanted):
+            return True
+        if self.tier_helps():
+            return None
+        if store.squeeze(wanted):
+            return True
+        if store.ledger.sending_bytes:
+            self.cut_readers(max(0, store.ledger.sending_bytes - store.over(wanted)))
+            return None
+        return None if store.in_flight() else False
+
+    async def admit(self, nbytes: int) -> None:
+        """Before a change that takes up to `nbytes`: until memory and disk have room for it. Raises OutOfMemoryError.
+
+        Cancellation: nothing happened, but what was evicted stays so.
+        """
+        if self.crowded:
+            await self.wait(0)
+        if self._store.config.max_disk_bytes and not await self.disk.fit(nbytes):
+            raise OutOfMemoryError(
+                f"{self.disk.used_bytes} of {self._store.config.max_disk_bytes} bytes on disk are in use "
+                f"(--max-disk-bytes), {nbytes} more are needed, and nothing may be evicted for them"
+            )
+
+    async def wait(self, nbytes: int) -> bool:
+        """Until there is room for `nbytes`; False if there will not be.
+
+        Cancellation: nothing is reserved; what was evicted stays so.
+        """
+        self.waits += 1
+        give_up_s = trio.current_time() + WAIT_S
+        while True:
+            found = self.take(nbytes)
+            if found is not None:
+                return found
+            if trio.current_time() >= give_up_s:
+                return self._store.squeeze(nbytes + self._store.in_flight())
+            await trio.sleep(LOOK_AGAIN_S)

@@ -1,0 +1,74 @@
+"""What a tier's directory can do beyond a data directory: tell the sizes of its files, and be held by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Protocol
+
+import attrs
+
+from pion.storage.disk import DirectoryLock, Disk, RealDisk
+
+LOCK_NAME: Final = "pion-tier.lock"
+
+
+@attrs.frozen
+class FileInfo:
+    """What a directory says of one of its files."""
+
+    name: str
+    nbytes: int
+    modified_s: float
+    """Seconds since the epoch."""
+
+
+class TierDisk(Disk, Protocol):
+    """A `Disk` for a tier."""
+
+    def hold(self) -> None:
+        """Make the directory if it is not there, and hold it for this process. Raises OSError."""
+
+    def release(self) -> None:
+        """Let others have the directory. Releasing twice is fine."""
+
+    def info(self, name: str) -> FileInfo:
+        """One file. Raises OSError."""
+
+    def entries(self) -> Iterator[FileInfo]:
+        """All files of the directory, in any order and without holding them all. Raises OSError, also on the way."""
+
+
+class RealTierDisk(RealDisk):
+    """A directory of the file system."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(Path(directory))
+        self._lock: DirectoryLock | None = None
+
+    def hold(self) -> None:
+        """See `TierDisk`."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = DirectoryLock(self._directory / LOCK_NAME)
+
+    def release(self) -> None:
+        """See `TierDisk`."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def info(self, name: str) -> FileInfo:
+        """See `TierDisk`."""
+        found = (self._directory / name).lstat()
+        return FileInfo(name, found.st_size, found.st_mtime)
+
+    def entries(self) -> Iterator[FileInfo]:
+        """See `TierDisk`."""
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_file(follow_symlinks=False):
+                        found = entry.stat(follow_symlinks=False)
+                        yield FileInfo(entry.name, found.st_size, found.st_mtime)
+                except FileNotFoundError:
+                    continue  # it was removed meanwhile
