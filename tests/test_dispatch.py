@@ -95,6 +95,7 @@ def make_bench(*, authenticated: bool = True, **config) -> Bench:
         clock=FakeClock(),
         registry=registry,
         vstore=None,
+        budget=None,
         receipt=Receipt(),
         clients=ClientTable(),
         monitor=monitor,

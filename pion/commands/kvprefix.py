@@ -10,7 +10,7 @@ from typing import Final
 from pion.args import name, show
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands import kvprefix_read, kvprefix_register, kvprefix_save
-from pion.commands.kvprefix_register import NS
+from pion.commands.kvprefix_register import NS, admission_rows
 from pion.commands.vstore_common import LIST_ARGS, LIST_REPLY, commit, list_page
 from pion.config import Config
 from pion.context import Context, InfoSection, Services
@@ -114,6 +114,7 @@ def info_rows(services: Services) -> list[tuple[str, object]]:
         ("abandoned", counts.abandoned),
         ("checksum_failures", counts.damaged),
         ("mapped_bytes", ledger.mapped_bytes),
+        *admission_rows(services),
     ]
 
 

@@ -14,8 +14,8 @@ from pion.config import MIB
 from pion.context import Context, Services
 from pion.errors import CommandError
 from pion.replies import Buffer, Map, Reply
+from pion.storage.room import memory_bytes, side_bytes
 from pion.storage.unit import Unit
-from pion.storage.usage import side_bytes, unit_bytes
 
 MISSING: Final = {b"SSM": "SSM.PREFIX", b"MOE": "MOE.EXPERT"}
 """Kinds of names that belong to families which this version lacks."""
@@ -58,7 +58,7 @@ async def memory_usage(context: Context, argv: list[Buffer]) -> Reply:
 def _prefix_bytes(services: Services, value: Buffer) -> int | None:
     # A session's name may be longer than any namespace.
     unit = services.vstore.whole_prefix(bytes(value)) if len(value) <= MAX_NAME_BYTES else None
-    return None if unit is None else unit_bytes(unit)
+    return None if unit is None else memory_bytes(unit)
 
 
 def _session_bytes(services: Services, value: Buffer) -> int | None:
@@ -67,7 +67,7 @@ def _session_bytes(services: Services, value: Buffer) -> int | None:
         return None
     unit, side = found
     # What both sides share (name, META, hash table) belongs to the prefix; a session alone has it all.
-    return unit_bytes(unit) if _alone(unit) else side_bytes(unit, side)
+    return memory_bytes(unit) if _alone(unit) else side_bytes(unit, side)
 
 
 def _alone(unit: Unit) -> bool:

@@ -1,4 +1,4 @@
-"""The server as a whole: INFO, CONFIG, COMMAND, the slow log, time, shutdown.
+"""The server as a whole: INFO, CONFIG, COMMAND, MEMORY, the slow log, time, shutdown.
 
 These follow Redis, so that its clients and monitoring tools work. Where Pion has nothing to report, the answer is
 empty, never made up.
@@ -17,6 +17,7 @@ from pion.commands.config_commands import CONFIG_COMMANDS
 from pion.commands.help import help_row
 from pion.commands.info import INFO_COMMANDS
 from pion.commands.info_sections import sections, start
+from pion.commands.memory import MEMORY_COMMANDS
 from pion.commands.modules import modules
 from pion.commands.slowlog import SLOWLOG_COMMANDS
 from pion.config import Config
@@ -83,7 +84,7 @@ async def module_list(context: Context, argv: list[Buffer]) -> Reply:
 @hookimpl
 def register_commands(config: Config) -> Sequence[Command]:
     """This family's rows."""
-    return (*COMMANDS, *COMMAND_COMMANDS, *CONFIG_COMMANDS, *INFO_COMMANDS, *SLOWLOG_COMMANDS)
+    return (*COMMANDS, *COMMAND_COMMANDS, *CONFIG_COMMANDS, *INFO_COMMANDS, *MEMORY_COMMANDS, *SLOWLOG_COMMANDS)
 
 
 @hookimpl

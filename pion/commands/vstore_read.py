@@ -109,6 +109,7 @@ async def info(context: Context, argv: list[Buffer]) -> Reply:
             ("format", spec.format.name),
             ("dim", spec.dim),
             ("schema", str(schema)),
+            ("rotation", schema.rotation),
             ("layers", sum(1 for layer in layers if layer.count)),
             ("rows", sum(layer.count for layer in layers)),
             ("bytes", sum(layer.count * layer.row_bytes for layer in layers)),
@@ -199,7 +200,8 @@ COMMANDS: Final = (
         flags=Flag.READONLY | Flag.FAST,
         keys=ONE_KEY,
         args=(SID,),
-        reply="map: sid, format and dim of layer 0, schema, layers, rows, bytes, prefix, registered, state, pinned",
+        reply="map: sid, format and dim of layer 0, schema, rotation (its version, with turbo), layers, rows, bytes, "
+        "prefix, registered, state, pinned",
         complexity="O(layers)",
         group="vstore",
         examples=("V.INFO notes",),

@@ -179,6 +179,9 @@ class Connection:
 
     def _close(self) -> None:
         self._transport.close()
+        # Payloads must go now, not when the garbage collector finds the cycle between a connection and its parser.
+        self._out.clear()
+        self._parser.close()
         self._table.remove(self)
         self._services.clients.remove(self.session)
         self._table.budget.release(self.reserved_bytes)

@@ -92,6 +92,12 @@ class Sender:
 
     async def _send_buffers(self, buffers: Sequence[Buffer]) -> None:
         views = _views(buffers)
+        try:
+            await self._send_views(views)
+        finally:
+            views.clear()  # the traceback of a cancelled send must not keep the payload alive
+
+    async def _send_views(self, views: list[memoryview]) -> None:
         index = 0
         count = len(views)
         while index < count:

@@ -135,6 +135,12 @@ class RespParser:
         assert self._argv is not None  # noqa: S101  the payload is an argument of an unfinished request
         self._start_payload(self._argv, length)
 
+    def close(self) -> None:
+        """Give up what was received of an unfinished request. The parser is useless after it."""
+        self._argv = self._target = None
+        self._data, self._lines = b"", []
+        self.payload_left = self.awaited = 0
+
     def target(self) -> memoryview | None:
         """Where the driver must put the next bytes of the stream; None if they go to `feed` or are discarded."""
         return self._target

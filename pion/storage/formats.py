@@ -9,70 +9,51 @@ pieces, call `to_native` or `from_native` on a sub-range of its rows.
 
 from __future__ import annotations
 
-import enum
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from pion.args import show
 from pion.errors import CommandError
 from pion.replies import Buffer
-from pion.storage import floats, quantize
+from pion.storage import floats, mlx_format, quantize
+from pion.storage.fp8 import FP8
+from pion.storage.mlx_format import MLX4G32
+from pion.storage.stored_format import Format, Wire
+from pion.storage.turbo import TURBO2, TURBO3, TURBO4
+
+__all__ = [
+    "BF16",
+    "FP8",
+    "FP16",
+    "FP32",
+    "INT8",
+    "MLX4G32",
+    "TURBO2",
+    "TURBO3",
+    "TURBO4",
+    "Format",
+    "Wire",
+    "add_family",
+    "add_format",
+    "from_native",
+    "get_durable_format",
+    "get_format",
+    "known_formats",
+    "parse_wire",
+    "to_native",
+    "wire_row_bytes",
+]  # fmt: skip
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("Pion's stored formats are little-endian and are read in place; this machine is big-endian")
 
 
-class Wire(enum.Enum):
-    """What `AS` names: the type of the values in a request or a reply."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    NATIVE = "native"
-
-
 _WIRES: Final = {wire.value.encode(): wire for wire in Wire}
 _WIRE_BYTES: Final = {Wire.FP32: 4, Wire.FP16: 2, Wire.BF16: 2}
-
-
-@attrs.frozen(eq=False)
-class Format(ABC):
-    """How the rows of one layer are stored. One object per name, compared by identity."""
-
-    name: str
-    wire: Wire | None = attrs.field(default=None, kw_only=True)
-    """The wire type whose bytes are these bytes, if there is one."""
-
-    multiple: int = attrs.field(default=1, kw_only=True)
-    """D must be divisible by it."""
-
-    def check_dim(self, dim: int) -> None:
-        """Raise CommandError, naming format and D, unless rows of `dim` values can be stored."""
-        if dim < 1:
-            raise CommandError(f"{self.name} needs a dim of at least 1, got {dim}")
-        if dim % self.multiple:
-            raise CommandError(f"{self.name} needs a dim divisible by {self.multiple}, got {dim}")
-
-    @abstractmethod
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of one row of `dim` values; `dim` is 0 (a side without data) or has passed `check_dim`."""
-
-    @abstractmethod
-    def encode(self, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """(n, D) fp32 rows as n * row_bytes(D) bytes, flat.
-
-        Raises CommandError for values that the format can't hold.
-        """
-
-    @abstractmethod
-    def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
-        """`count` stored rows as (count, dim) fp32. The result may be a view of `raw`."""
 
 
 class _Float32(Format):
@@ -119,17 +100,6 @@ class _Int8(Format):
         return quantize.int8_decode(np.frombuffer(raw, np.uint8).reshape(count, dim + 2))
 
 
-class _Mlx4g32(Format):
-    def row_bytes(self, dim: int) -> int:
-        return dim // 2 + dim // quantize.GROUP * 4
-
-    def encode(self, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return quantize.mlx4g32_encode(rows).reshape(-1)
-
-    def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
-        return quantize.mlx4g32_decode(np.frombuffer(raw, np.uint8).reshape(count, self.row_bytes(dim)), dim)
-
-
 _FORMATS: Final[dict[str, Format]] = {}
 _FAMILIES: Final[list[tuple[str, Callable[[str], Format | None]]]] = []
 _BUILT: Final[dict[str, Format]] = {}
@@ -146,8 +116,8 @@ def add_format(fmt: Format) -> None:
 def add_family(pattern: str, resolve: Callable[[str], Format | None]) -> None:
     """Make a family of names known: `resolve` builds the format for a name or returns None.
 
-    `pattern` stands for the names in error texts. What `resolve` returns is kept, so it must take one spelling per
-    format and only few names. Called at import time only.
+    `pattern` stands for the names in error texts. What `resolve` returns is kept, so it must take only few names, and
+    give the same object for two spellings of one format. Called at import time only.
     """
     _FAMILIES.append((pattern, resolve))
 
@@ -166,6 +136,17 @@ def get_format(name: Buffer) -> Format:
     return found
 
 
+def get_durable_format(name: Buffer) -> Format:
+    """The format of that `Format.durable_name`. Raises CommandError, also for another version of the rotation."""
+    plain, _, _ = bytes(name[:64]).partition(b"/")
+    found = get_format(plain)
+    if found.rotation is not None and bytes(name[:64]).lower() != found.durable_name.encode():
+        raise CommandError(f"format {show(name)} has another rotation, and this program knows {found.durable_name}")
+    if found.rotation is None and len(plain) != len(name):
+        raise CommandError(f"format {show(name)}: {found.name} has no rotation")
+    return found
+
+
 def _from_family(text: str) -> Format | None:
     for _, resolve in _FAMILIES:
         found = resolve(text)
@@ -178,9 +159,9 @@ FP32: Final = _Float32("fp32", wire=Wire.FP32)
 FP16: Final = _Float16("fp16", wire=Wire.FP16)
 BF16: Final = _BFloat16("bf16", wire=Wire.BF16)
 INT8: Final = _Int8("int8")
-MLX4G32: Final = _Mlx4g32("mlx4g32", multiple=quantize.GROUP)
-for _fmt in (FP32, FP16, BF16, INT8, MLX4G32):
+for _fmt in (FP32, FP16, BF16, FP8, INT8, TURBO4, TURBO3, TURBO2, MLX4G32):
     add_format(_fmt)
+add_family(mlx_format.PATTERN, mlx_format.resolve)
 
 
 def parse_wire(value: Buffer) -> Wire:

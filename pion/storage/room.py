@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pion.storage.ledger import CHAIN_COST, LAYER_COST, SIDE_COST, UNIT_COST
-from pion.storage.unit import SIDES, Unit
+from pion.storage.unit import SIDES, Side, Unit
 
 
 def memory_bytes(unit: Unit) -> int:
@@ -18,10 +18,15 @@ def memory_bytes(unit: Unit) -> int:
         total += CHAIN_COST
     if unit.pending is not None:
         total += unit.pending.cost
-    for side in SIDES:
-        rows = unit.rows(side)
-        if rows is not None:
-            total += SIDE_COST
-            for layer in rows.layers.values():
-                total += LAYER_COST + layer.memory_bytes
-    return total
+    return total + sum(side_bytes(unit, side) for side in SIDES)
+
+
+def side_bytes(unit: Unit, side: Side) -> int:
+    """Bytes charged for the rows of one side, 0 before the first; a part of `memory_bytes`. O(blocks).
+
+    A buffer counts whole as long as one of its rows is held, as it stays in memory whole.
+    """
+    rows = unit.rows(side)
+    if rows is None:
+        return 0
+    return SIDE_COST + sum(LAYER_COST + layer.memory_bytes for layer in rows.layers.values())

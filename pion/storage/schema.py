@@ -18,7 +18,7 @@ from pion.args import MAX_ID, integer, show
 from pion.config import INLINE_ARG_BYTES
 from pion.errors import CommandError
 from pion.replies import Buffer
-from pion.storage.formats import Format, get_format
+from pion.storage.formats import Format, get_durable_format, get_format
 
 MAX_RUNS: Final = 256
 """Runs of one schema: one per layer of the deepest models, and about 40 KiB, so that schemas needn't be charged."""
@@ -70,17 +70,17 @@ class Schema:
         """
         if not 1 <= len(runs) <= INLINE_ARG_BYTES:
             raise CommandError(f"runs must be 1 to {INLINE_ARG_BYTES} bytes long, got {len(runs)}")
-        return _intern(_parse_runs(bytes(runs), dim, max_layers, max_dim))
+        return _intern(_parse_runs(bytes(runs), dim, max_layers, max_dim, get_format))
 
     @staticmethod
     def from_text(text: str) -> Schema:
-        """The schema whose `str` this is, uniform or not: for records of ours, so without limits of the configuration.
+        """The schema whose `durable_text` this is: for records of ours, so without limits of the configuration.
 
-        Raises CommandError when it is none.
+        Raises CommandError when it is none, or when it has a rotation of another version.
         """
         if "*" in text:
-            return _intern(_parse_runs(text.encode(), None, MAX_ID, MAX_ID))
-        (fmt, dim, _), *more = _parse_runs(text.encode() + b"*1", None, MAX_ID, MAX_ID)
+            return _intern(_parse_runs(text.encode(), None, MAX_ID, MAX_ID, get_durable_format))
+        (fmt, dim, _), *more = _parse_runs(text.encode() + b"*1", None, MAX_ID, MAX_ID, get_durable_format)
         if more:
             raise CommandError(f"not a schema: {show(text.encode())}")
         return Schema.uniform(fmt, dim)
@@ -93,16 +93,29 @@ class Schema:
             raise CommandError(f"no layer {index}: the schema has {self.layers} layers")
         return self._specs[bisect_right(self._ends, index)]
 
+    @property
+    def durable_text(self) -> str:
+        """The text for what outlives the process: `str`, but each format that rotates has the version with it."""
+        return self._text(lambda fmt: fmt.durable_name)
+
+    @property
+    def rotation(self) -> int | None:
+        """The version of the rotation that rows of some layer went through; None if no format here rotates."""
+        return next((fmt.rotation for fmt, _, _ in self._runs if fmt.rotation is not None), None)
+
     def __str__(self) -> str:
         """The runs: equal neighbours merged, every width given. Without `*layers` when any number may be stored."""
-        return ",".join(f"{fmt.name}@{dim}" + (f"*{layers}" if layers else "") for fmt, dim, layers in self._runs)
+        return self._text(lambda fmt: fmt.name)
+
+    def _text(self, name: Callable[[Format], str]) -> str:
+        return ",".join(f"{name(fmt)}@{dim}" + (f"*{layers}" if layers else "") for fmt, dim, layers in self._runs)
 
     def __repr__(self) -> str:
         return f"Schema({self})"
 
     def __reduce__(self) -> tuple[Callable[[str], Schema], tuple[str]]:
         """Copies and pickles come back as the interned object."""
-        return Schema.from_text, (str(self),)
+        return Schema.from_text, (self.durable_text,)
 
 
 _interned: Final[WeakValueDictionary[tuple[_Run, ...], Schema]] = WeakValueDictionary()
@@ -119,14 +132,16 @@ def _intern(runs: tuple[_Run, ...]) -> Schema:
     return found
 
 
-def _parse_runs(text: bytes, dim: int | None, max_layers: int, max_dim: int) -> tuple[_Run, ...]:
+def _parse_runs(
+    text: bytes, dim: int | None, max_layers: int, max_dim: int, find: Callable[[bytes], Format]
+) -> tuple[_Run, ...]:
     merged: list[_Run] = []
     left = max_layers
     if text.count(b",") >= MAX_RUNS:
         raise CommandError(f"at most {MAX_RUNS} runs, got {text.count(b',') + 1}")
     for number, run in enumerate(text.split(b","), 1):
         try:
-            fmt, width, layers = _parse_run(run, dim, left, max_layers, max_dim)
+            fmt, width, layers = _parse_run(run, dim, left, max_layers, max_dim, find)
         except CommandError as error:
             raise CommandError(f"run {number} {show(run)}: {error}") from None
         left -= layers
@@ -136,12 +151,14 @@ def _parse_runs(text: bytes, dim: int | None, max_layers: int, max_dim: int) -> 
     return tuple(merged)
 
 
-def _parse_run(text: bytes, dim: int | None, left: int, max_layers: int, max_dim: int) -> _Run:
+def _parse_run(
+    text: bytes, dim: int | None, left: int, max_layers: int, max_dim: int, find: Callable[[bytes], Format]
+) -> _Run:
     head, star, layer_text = text.partition(b"*")
     if not star:
         raise CommandError("expected format[@dim]*layers")
     name, at, dim_text = head.partition(b"@")
-    fmt = get_format(name)
+    fmt = find(name)
     layers = integer(layer_text, "layers", 1, max_layers)
     if layers > left:
         raise CommandError(f"more than {max_layers} layers in all")

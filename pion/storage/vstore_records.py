@@ -93,7 +93,11 @@ def _parsed(text: bytes) -> Schema:
 
 def _pack_register(change: Register) -> bytes:
     flags = 0
-    parts = [_text(change.ns), _text(str(change.k_schema).encode()), _text(str(change.v_schema).encode())]
+    parts = [
+        _text(change.ns),
+        _text(change.k_schema.durable_text.encode()),
+        _text(change.v_schema.durable_text.encode()),
+    ]
     if change.declaration is not None:
         flags |= HAS_DECLARATION
         parts.append(_DECLARATION.pack(change.declaration.layers, change.declaration.tokens, change.declaration.states))
@@ -162,7 +166,7 @@ _PLACED: Final = struct.Struct("<QI")
 _RUN: Final = struct.Struct("<BIIIQQQQ")
 
 _PACKERS: Final[dict[type, tuple[int, Callable[[Any], bytes]]]] = {
-    CreateSession: (1, lambda change: _text(change.sid) + _text(str(change.schema).encode())),
+    CreateSession: (1, lambda change: _text(change.sid) + _text(change.schema.durable_text.encode())),
     StoreRows: (2, lambda change: _text(change.sid) + _STORE.pack(change.layer, change.start, change.count)),
     DropSession: (3, lambda change: _text(change.sid)),
     EvictSession: (4, lambda change: _text(change.sid) + _FLAGS.pack(_REASONS.index(change.reason))),

@@ -8,8 +8,7 @@
             return lambda: MyTier(f"mine://{my_server}/bucket")
 
 `make_tier` is a function that returns a tier, not started; each call gives another one over the same objects, and there
-are none when a test begins. A test with `settle_s` waits, so let time jump where nothing real is waited for: ask for
-`autojump_clock` in the fixture.
+are none when a test begins. With `settle_s` a test waits for what was put or deleted to be seen, as long as it takes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from random import Random
 from typing import TypeAlias
 
@@ -132,7 +133,7 @@ class FlakyTier(Tier):
 
     async def put(self, key: str, head: bytes, parts: Sequence[Buffer]) -> None:
         """See `Tier`. Cancellation: as the inner one takes it."""
-        await self._before("put", key)
+        await self._before("put", check_key(key))
         self._visible_s[key] = trio.current_time() + self.lag_s
         self._doomed_s.pop(key, None)
         await self.inner.put(key, head, parts)
@@ -156,9 +157,10 @@ class FlakyTier(Tier):
     async def scan(self) -> AsyncGenerator[Found, None]:
         """See `Tier`."""
         await self._before("scan", "")
-        async for found in self.inner.scan():
-            if self._is_visible(found.key):
-                yield found
+        async with aclosing(self.inner.scan()) as listing:
+            async for found in listing:
+                if self._is_visible(found.key):
+                    yield found
 
     async def clean(self, keep: Callable[[str], bool]) -> Cleaned:
         """See `Tier`. Removes no object that can't be seen yet."""

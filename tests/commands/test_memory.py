@@ -174,17 +174,23 @@ def test_doctor_has_nothing_to_say_of_an_empty_server() -> None:
     assert call(make(), "MEMORY", "DOCTOR") == "Nothing to report: memory is as it should be."
 
 
-def test_doctor_names_the_limit_that_is_reached() -> None:
-    kv = make(max_bytes=100_000, max_sessions=40)
+def test_doctor_names_the_byte_limit() -> None:
+    kv = make(max_bytes=100_000)
     call(kv, "V.CREATE", "notes", 1, "VQUANT", "fp32")
     assert findings(kv.services, 0) == []
     call(kv, "V.STOREBATCH", "notes", 0, 0, 23_500, bytes(94_000))
     (line,) = findings(kv.services, 0)
     assert line.startswith(f"* {charged(kv)} of 100000 bytes are used (--max-bytes)")
     assert call(kv, "MEMORY", "DOCTOR") == line
+
+
+def test_doctor_names_the_session_limit() -> None:
+    kv = make(max_sessions=40)
     for number in range(37):
         call(kv, "V.CREATE", f"s{number}", 1)
-    _, line = findings(kv.services, 0)
+    assert findings(kv.services, 0) == []
+    call(kv, "V.CREATE", "s37", 1)
+    (line,) = findings(kv.services, 0)
     assert line.startswith("* 38 of 40 sessions are used (--max-sessions)")
 
 

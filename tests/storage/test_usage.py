@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pion.replies import Reply
 from pion.storage.ledger import BLOCK_COST, LAYER_COST, SIDE_COST, UNIT_COST
+from pion.storage.room import memory_bytes, side_bytes
 from pion.storage.unit import SIDES
-from pion.storage.usage import side_bytes, unit_bytes
 from pion.storage.vstore import VStore
 from pion.testing import Harness
 from tests.commands.kv_support import call, make_kv, pack
@@ -63,7 +63,7 @@ def commands(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 def shares(store: VStore) -> int:
-    return sum(unit_bytes(unit) for unit in store.units())
+    return sum(memory_bytes(unit) for unit in store.units())
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,12 +92,12 @@ def test_one_session() -> None:
     kv = make_kv()
     call(kv, "V.CREATE", "notes", 8, "VQUANT", "fp32")
     (unit,) = kv.services.vstore.units()
-    assert unit_bytes(unit) == UNIT_COST + 5
+    assert memory_bytes(unit) == UNIT_COST + 5
     assert side_bytes(unit, 0) == 0
     call(kv, "V.STOREBATCH", "notes", 0, 0, 10, bytes(320))
     call(kv, "V.STOREBATCH", "notes", 3, 5, 1, bytes(32))
     assert side_bytes(unit, 0) == SIDE_COST + 2 * LAYER_COST + 2 * BLOCK_COST + 352
-    assert unit_bytes(unit) == UNIT_COST + 5 + side_bytes(unit, 0)
+    assert memory_bytes(unit) == UNIT_COST + 5 + side_bytes(unit, 0)
 
 
 def test_a_buffer_of_which_rows_are_left_counts_whole() -> None:
@@ -117,9 +117,9 @@ def test_a_prefix_has_both_sides_and_what_they_share() -> None:
     kv = make_kv()
     call(kv, "KV.PREFIX.REGISTER", "a", 1, "fp32", "META", "m" * 30, "BLOCKS", 1, 3, pack(1, 2, 3))
     (unit,) = kv.services.vstore.units()
-    before = unit_bytes(unit)
+    before = memory_bytes(unit)
     for side in "kv":
         call(kv, "V.STOREBATCH", f"a_p{side}", 0, 0, 2, bytes(8))
     sides = [side_bytes(unit, side) for side in SIDES]
     assert sides == [SIDE_COST + LAYER_COST + BLOCK_COST + 8] * 2
-    assert unit_bytes(unit) == before + sum(sides) == kv.services.vstore.ledger.charged_bytes
+    assert memory_bytes(unit) == before + sum(sides) == kv.services.vstore.ledger.charged_bytes

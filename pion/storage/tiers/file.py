@@ -165,16 +165,17 @@ class FileTier(Tier):
         for name in names:
             try:
                 size = self._disk.info(name).nbytes
-                self._disk.unlink(name)
+                if _key_of(name):
+                    _unlink(self._disk, self._usage, name, size)
+                else:
+                    self._disk.unlink(name)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 logger.warning("%s: %s can't be removed: %s", self.url, name, error.strerror or error)
                 errors += 1
-                continue
-            if _key_of(name):
-                self._usage.removed(name, size)
-            files, nbytes = files + 1, nbytes + size
+            else:
+                files, nbytes = files + 1, nbytes + size
         return Cleaned(files, nbytes, errors)
 
     async def _in_thread(self, function: Callable[..., T], *args: object, limiter: trio.CapacityLimiter) -> T:
@@ -207,8 +208,9 @@ class _Put:
             self._write(temporary)
             if self.left:
                 raise InterruptedError("nobody waits for it")
-            replaced = self._size()
-            self._disk.rename(temporary, self._name)
+            with self._usage.changing(self._name, self._size()) as change:
+                self._disk.rename(temporary, self._name)
+                change.nbytes = nbytes
         except Exception:
             self._take_back(temporary)
             raise
@@ -216,15 +218,14 @@ class _Put:
             self._temporaries.discard(temporary)
             self._usage.write(-nbytes)
             self._buffers = ()
-        self._usage.stored(self._name, nbytes, replaced)
         try:
             self._disk.sync_directory(self._name)
         except OSError:
             self.left = True  # what may be gone after a power cut must not be relied on before
             raise
         finally:
-            if self.left and self._take_back(self._name):
-                self._usage.removed(self._name, nbytes)
+            if self.left:
+                self._take_back(self._name, nbytes)
 
     def _write(self, temporary: str) -> None:
         file = self._disk.create(temporary)
@@ -247,14 +248,21 @@ class _Put:
         except FileNotFoundError:
             return 0
 
-    def _take_back(self, name: str) -> bool:
+    def _take_back(self, name: str, nbytes: int = 0) -> None:
         try:
-            if self._disk.exists(name):
+            if nbytes:
+                _unlink(self._disk, self._usage, name, nbytes)
+            elif self._disk.exists(name):
                 self._disk.unlink(name)
         except OSError as error:
             logger.warning("%s: %s can't be removed: %s", self._disk.where, name, error.strerror or error)
-            return False
-        return True
+
+
+def _unlink(disk: TierDisk, usage: Usage, name: str, nbytes: int) -> None:
+    """Remove an object of so many bytes. Raises OSError."""
+    with usage.changing(name, nbytes) as change:
+        disk.unlink(name)
+        change.nbytes = 0
 
 
 def _hint(file: DiskFile, hinted: int, position: int) -> int:
