@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks._lib.memory import keep_buffers_fresh
 from benchmarks._lib.report import Report
 
-NAMES = ("ttft", "bulk", "small", "memory", "scale", "start", "wal", "restart", "pause")
+NAMES = ("ttft", "bulk", "small", "memory", "scale", "start", "wal", "restart", "pause", "tier", "formats", "eviction", "quality")
 
 EXIT_MISSED, EXIT_USAGE, EXIT_MISSING = 1, 2, 3
 
@@ -28,6 +28,10 @@ start   from process start to the first answer
 wal     stores in the three modes of the log against Redis and the disk itself
 restart from process start to the first answer, and until all is verified, at 0.1, 1 and 4 GiB
 pause   PING while a snapshot of 2 GiB is written under a load of stores
+tier    fetches from the SSD tier against reading the same files
+formats converting to and from each stored format against MLX and NumPy
+eviction prefill seconds avoided on a real trace: lru, value, and an order that knows the future
+quality what each stored format changes of a real model's keys, values and tokens
 
 Nothing else should run meanwhile. exit status: 0 all ran, 1 a target was missed (with --strict), 3 something that an
 arm is compared with is not installed.

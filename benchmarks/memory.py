@@ -1,10 +1,16 @@
-"""Resident memory against what the server says it holds, while 2 GiB are stored, fetched, churned and dropped."""
+"""Resident memory against what the server says it holds, while 2 GiB are stored, fetched, churned and dropped; and
+against a byte budget, while ten times of it are stored.
+"""
 
 from __future__ import annotations
 
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Self
 
 import attrs
 
@@ -25,7 +31,34 @@ METHOD = (
     "2 GiB in 64 sessions; one V.STORE per row (rows of 1 KiB pipelined), so each row is a block of its own.",
     "churn, three times: a random half of the sessions is dropped and stored again with other row counts, in random "
     "order, the rest is fetched meanwhile; every second row of some sessions is replaced.",
+    "budget: ten times --max-bytes are stored, each session once; the ratio is the highest resident memory, looked at "
+    "every 10 ms, over the budget plus the empty server. slow readers: 50 clients ask for a session each and read "
+    "nothing.",
 )
+
+
+@attrs.frozen
+class Load:
+    """A write load of ten times `budget` bytes."""
+
+    what: str
+    row_bytes: int
+    budget: int
+    tier: bool = False
+    readers: int = 0
+
+
+LOADS = (
+    Load("rows of 1 MiB", MIB, 512 * MIB),
+    Load("rows of 1 MiB, tier", MIB, 512 * MIB, tier=True),
+    Load("rows of 1 KiB", KIB, 128 * MIB),
+    Load("rows of 1 KiB, tier", KIB, 128 * MIB, tier=True),
+    Load("rows of 1 MiB, 50 slow readers", MIB, 512 * MIB, readers=50),
+    Load("rows of 1 MiB, tier, 50 slow readers", MIB, 512 * MIB, tier=True, readers=50),
+)
+SESSION_BYTES = 8 * MIB
+"""Stored into one session under a budget."""
+LOOK_S = 0.01
 
 
 @attrs.define
@@ -71,6 +104,8 @@ def run(quick: bool) -> Report:
     with pin.pinned(pin.CLIENT):
         for row_bytes in (MIB, KIB):
             _measure(report, row_bytes, (64 * MIB if row_bytes == MIB else 4 * MIB) if quick else 2 * GIB)
+        for load in LOADS:
+            _measure_budget(report, load, (32 * MIB if load.row_bytes > KIB else 4 * MIB) if quick else load.budget)
     return report
 
 
@@ -112,6 +147,66 @@ def _measure(report: Report, row_bytes: int, total: int) -> None:
         note("all dropped", judged=False)
         if charged(client) != charged_empty:
             raise AssertionError(f"{charged(client)} bytes stay charged after everything was dropped")
+
+
+def _measure_budget(report: Report, load: Load, budget: int) -> None:
+    session_bytes = min(SESSION_BYTES, budget // 16)
+    rows = max(1, session_bytes // load.row_bytes)
+    with peers.data_folder() as folder, ExitStack() as stack:
+        tier = ("--tier-dir", str(folder / "tier")) if load.tier else ()
+        peer = stack.enter_context(peers.pion("--max-bytes", str(budget), *tier))
+        client = stack.enter_context(RawClient(peer.port))
+        time.sleep(SETTLE_S)
+        empty = anonymous_bytes(peer.pid)
+        watch = stack.enter_context(_Watch(peer.pid))
+        filling = Filling(client, load.row_bytes, {})
+        readers = 0
+        began = time.perf_counter()
+        sessions = 10 * budget // (rows * load.row_bytes)
+        for number in range(sessions):
+            filling.store(f"s{number}", rows)
+            if readers < load.readers and number * load.readers >= readers * sessions // 2:
+                readers += 1
+                _slow_reader(stack, peer.port, f"s{number}", rows)
+        took = time.perf_counter() - began
+        what = f"{load.what}: budget {budget // MIB} MiB"
+        report.figure(f"{what}, stored", "Pion", "MiB/s", 10 * budget / MIB / took)
+        report.figure(f"{what}, highest resident", "Pion", "MiB", watch.highest / MIB)
+        ratio = watch.highest / (budget + empty)
+        report.find(f"{what}: resident", ratio, against="budget + empty server", target=at_most(1.10))
+
+
+def _slow_reader(stack: ExitStack, port: int, sid: str, rows: int) -> None:
+    """Asks for a session and takes nothing of it."""
+    reader = stack.enter_context(socket.socket())
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect(("127.0.0.1", port))
+    reader.sendall(request("V.FETCH", sid, 0, "RANGE", 0, rows, "AS", "native"))
+
+
+class _Watch:
+    """Notes the highest resident memory of a process meanwhile."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.highest = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self.highest = max(self.highest, anonymous_bytes(self._pid))
+            except (OSError, LookupError):  # it has ended
+                return
 
 
 def _churn(filling: Filling, per_session: int, shuffle: random.Random) -> None:

@@ -33,8 +33,6 @@ from pion.storage.data_directory import open_directory
 from pion.storage.disk_budget import DiskBudget
 from pion.storage.journal import NullJournal
 from pion.storage.ledger import Ledger
-from pion.storage.tiering import Tiering
-from pion.storage.tiers.registry import merge_tiers, tier_from
 from pion.storage.vstore import VStore
 
 logger = logging.getLogger("pion.server")
@@ -106,6 +104,10 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
     for _, durable in worker.hook("register_durable"):
         services.durable.extend(durable)
     if config.tier_dir:
+        # Only now: a server without a tier starts without them.
+        from pion.storage.tiering import Tiering
+        from pion.storage.tiers.registry import merge_tiers, tier_from
+
         tier = tier_from(config.tier_dir, merge_tiers(worker.hook("register_tiers")))
         services.tiering = Tiering(vstore, tier, services.budget, disk, lambda: services.data)
     for _, sections in worker.hook("register_info"):

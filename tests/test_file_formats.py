@@ -28,6 +28,7 @@ from pion.storage.changes import (
     DropSession,
     EvictSession,
     Hashes,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -36,6 +37,7 @@ from pion.storage.changes import (
 )
 from pion.storage.durable import Record
 from pion.storage.schema import Schema
+from pion.storage.tiers.tier_format import PlacedRun
 from pion.storage.segments import segment_name, snapshot_name
 from pion.storage.snapshot_format import Entry, Identity, TableWriter
 from pion.storage.vstore_records import pack, unpack
@@ -219,6 +221,31 @@ CHANGES: list[tuple[Change, dict[str, Any]]] = [
     ),
     *((DropPrefix(b"p", reason), {"ns": b"p", "reason": reason}) for reason in Reason),
     (SetExpiry(b"p", 12.5), {"ns": b"p", "expires_s": 12.5}),
+    (
+        PlaceRows(
+            b"p",
+            False,
+            "0" * 32,
+            1000,
+            (PlacedRun(0, 0, 0, 4, 100, 16, 1 << 63, 7), PlacedRun(1, 29, 8, 2, 116, 8, 2, (1 << 64) - 1)),
+        ),
+        {
+            "name": b"p",
+            "lone": 0,
+            "key": b"0" * 32,
+            "nbytes": 1000,
+            "runs": 2,
+            "side": [0, 1],
+            "layer": [0, 29],
+            "start": [0, 8],
+            "count": [4, 2],
+            "offset": [100, 116],
+            "bytes": [16, 8],
+            "seed": [1 << 63, 2],
+            "checksum": [7, (1 << 64) - 1],
+        },
+    ),
+    (PlaceRows(b"s", True, "f" * 32, 9, ()), {"name": b"s", "lone": 1, "key": b"f" * 32, "nbytes": 9, "runs": 0}),
     (SetPin(b"p", True), {"ns": b"p", "pinned": 1}),
     (SetPin(b"p", False), {"ns": b"p", "pinned": 0}),
 ]
@@ -235,7 +262,9 @@ def test_the_fields_of_a_change(change: Change, expected: dict[str, Any]) -> Non
     raw, title = pack(change), title_of(change)
     assert raw[0] == int(title[0])
     position, fields, flags = 1, {}, 0
-    for kind, field, *rest in table(LOG, title):
+    rows = table(LOG, title)
+    repeated = [row for row in rows if row[2] == "each run"]
+    for kind, field, *rest in [row for row in rows if row not in repeated]:
         condition = re.fullmatch(r"bit (\d)", rest[0]) if len(rest) > 1 else None
         if condition and not flags >> int(condition[1]) & 1:
             continue
@@ -248,6 +277,9 @@ def test_the_fields_of_a_change(change: Change, expected: dict[str, Any]) -> Non
             position += struct.calcsize(NUMBERS[kind])
         if field == "flags":
             flags = fields[field]
+    for kind, field, *_ in repeated * fields.get("runs", 0):
+        fields.setdefault(field, []).append(struct.unpack_from(NUMBERS[kind], raw, position)[0])
+        position += struct.calcsize(NUMBERS[kind])
     assert position == len(raw)
     if "reason" in fields:
         names = {int(number): name for number, name, _ in table(LOG, "Reasons")}

@@ -175,6 +175,12 @@ MAY_WAIT = {
     "storage/wal.py": {"trio"},
     "storage/snapshot.py": {"trio"},
     "storage/data_directory.py": {"trio"},
+    # And these for memory, the disk, and the tier.
+    "storage/budget.py": {"trio"},
+    "storage/disk_budget.py": {"trio"},
+    "storage/tiering.py": {"trio"},
+    "storage/tiers/file.py": {"trio"},
+    "storage/tiers/guard.py": {"trio"},
 }
 
 

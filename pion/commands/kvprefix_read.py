@@ -244,7 +244,8 @@ async def is_member(context: Context, argv: list[Buffer]) -> Reply:
             members = await context.in_thread(Membership, own)
         else:
             members = Membership(own)
-        table.keep(members)
+        if context.services.vstore.over(members.nbytes) <= 0:
+            table.keep(members)
     return members.bitmap(probes)
 
 

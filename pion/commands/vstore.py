@@ -12,6 +12,7 @@ from typing import Final
 from pion.args import word
 from pion.command import Command
 from pion.commands import vstore_read, vstore_write
+from pion.commands.info_tier import tier_rows
 from pion.commands.vstore_reaper import Reaper, memory_rows
 from pion.config import Config
 from pion.context import InfoSection, Services, Session
@@ -49,8 +50,11 @@ def register_services(services: Services) -> Sequence[Callable[..., Awaitable[No
 
 @hookimpl
 def register_info(services: Services) -> Sequence[InfoSection]:
-    """The Memory section."""
-    return [InfoSection("Memory", lambda: memory_rows(services))]
+    """The Memory and the Tier section."""
+    return [
+        InfoSection("Memory", lambda: memory_rows(services)),
+        InfoSection("Tier", lambda: tier_rows(services)),
+    ]
 
 
 @hookimpl

@@ -6,8 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+import trio
+
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
 from pion.command import Arg, ArgType, KeySpec
+from pion.config import MIB
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Buffer, Reply
@@ -22,6 +25,12 @@ from pion.storage.tiers.base import TierMissError, TierUnavailableError
 from pion.storage.unit import SUFFIXES, Unit
 
 logger = logging.getLogger("pion.storage")
+
+VERIFY_THREADS: Final = 2
+"""Threads that compare rows with their checksums for one reply; half of those that convert, so others get on, too."""
+
+VERIFY_TOGETHER_BYTES: Final = 4 * MIB
+"""Less than this is not worth a second thread: it is a millisecond."""
 
 MAX_ROW_END: Final = 2**31
 """One past the largest token id."""
@@ -133,7 +142,7 @@ async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Spa
         return True
     with store.tier_files.pinned(files):
         lost = await _opened(context, files)
-        damaged = await context.in_thread(_damaged, [memory for memory in doubtful if doubtful[memory] not in lost])
+        damaged = await _verify(context, [memory for memory in doubtful if doubtful[memory] not in lost])
     stored = dict.fromkeys([*lost, *(doubtful[memory] for memory in damaged if memory.live)])
     for unit in stored:
         store.drop_damaged(unit)
@@ -156,6 +165,22 @@ async def _opened(context: Context, files: Mapping[TierFile, Unit]) -> set[Unit]
             except TierUnavailableError as error:
                 raise CommandError(f"no row: its tier does not answer ({error})") from error
     return lost
+
+
+async def _verify(context: Context, memories: Sequence[MappedMemory]) -> list[MappedMemory]:
+    """Those that are not what was stored. Many bytes are read by several threads, as a client waits for them."""
+    threads = min(VERIFY_THREADS, 1 + sum(memory.nbytes for memory in memories) // VERIFY_TOGETHER_BYTES)
+    if threads == 1:
+        return await context.in_thread(_damaged, memories)
+    found: list[list[MappedMemory]] = []
+
+    async def some(first: int) -> None:
+        found.append(await context.in_thread(_damaged, memories[first::threads]))
+
+    async with trio.open_nursery() as nursery:
+        for first in range(threads):
+            nursery.start_soon(some, first)
+    return [memory for each in found for memory in each]
 
 
 def _damaged(memories: Sequence[MappedMemory]) -> list[MappedMemory]:

@@ -13,6 +13,7 @@ import trio
 
 from pion.config import MIB
 from pion.context import Services
+from pion.storage.block import MERGE_BYTES
 from pion.storage.reclaim import FREEZE_AFTER_UNITS, TRIM_AFTER_BYTES, find_trim, freeze_garbage, trim_memory
 
 logger = logging.getLogger("pion.storage")
@@ -59,13 +60,24 @@ class Reaper:
             await trio.lowlevel.checkpoint()
         while store.policy.settle(REAPER_TOUCHES):
             await trio.lowlevel.checkpoint()
-        while store.ledger.work_off():
+        budget = self._services.budget
+        # A piece is copied before the buffer that it is in can go, so there must be room for it.
+        while store.ledger.has_work and budget.take(MERGE_BYTES) and store.ledger.work_off():
             await trio.lowlevel.checkpoint()
         store.drop_stalled()
         store.trim_sessions(REAPER_BATCH)
+        await self._keep_budget()
         if store.registrations >= FREEZE_AFTER_UNITS:
             store.registrations = 0
             freeze_garbage()
+
+    async def _keep_budget(self) -> None:
+        """Get below a byte budget that was lowered, or that is smaller than what was replayed."""
+        store, budget = self._services.vstore, self._services.budget
+        while store.over(0) > 0 and not budget.tier_helps() and store.shrink(REAPER_BATCH):
+            await trio.lowlevel.checkpoint()
+        if store.over(0) > 0:
+            budget.take(0)
 
 
 def anonymous_bytes(statm: Path = Path("/proc/self/statm")) -> int:
@@ -82,13 +94,18 @@ _PAGE_BYTES: Final = resource.getpagesize()
 
 def memory_rows(services: Services) -> Sequence[tuple[str, object]]:
     """The Memory section: Redis's names where Redis has the notion, then Pion's."""
-    ledger = services.vstore.ledger.statistics()
+    config, store = services.config, services.vstore
+    ledger, dropped = store.ledger.statistics(), store.dropped
     return [
         ("used_memory", ledger.charged_bytes),
         ("used_memory_rss", anonymous_bytes()),
-        ("maxmemory", 0),
-        ("maxmemory_policy", "noeviction"),
+        ("maxmemory", config.max_bytes),
+        ("maxmemory_policy", config.eviction),
         ("memory_charged_bytes", ledger.charged_bytes),
         ("memory_sending_bytes", ledger.sending_bytes),
+        ("memory_receiving_bytes", store.in_flight()),
+        ("memory_waits", services.budget.waits),
+        ("mapped_bytes", ledger.mapped_bytes),
         ("vstore_bytes", ledger.payload_bytes),
+        *((f"dropped_{reason.value}", count) for reason, count in dropped.items()),
     ]

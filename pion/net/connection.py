@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Iterable
 from time import perf_counter_ns
-from typing import Final
 
 import numpy as np
 import trio
@@ -38,18 +37,16 @@ from pion.config import (
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.net.outbox import FLUSH_BYTES, Outbox
 from pion.net.polling import BusyPoll
-from pion.net.sending import Promise, Sender, settle, size_of
+from pion.net.sending import Sender, size_of
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport, linger
 from pion.protocol.encode import Part, array_header, encode, error_line, map_header
 from pion.protocol.resp import LATER, Refused, Request, RespParser
-from pion.replies import ErrorReply, Map, Reply, Simple, Stream
+from pion.replies import ErrorReply, Map, Reply, Simple
 
 logger = logging.getLogger("pion.net")
-
-FLUSH_BYTES: Final = 64 * 1024
-"""Replies of a batch are sent together up to this size; one more bulk reply is then sent by itself."""
 
 
 class Connection:
@@ -96,12 +93,7 @@ class Connection:
         self._commands = 0
         self._turn_end_ns = 0
         self._received = 0
-        self._out: list[Part] = []
-        """Replies that are not sent yet."""
-        self._out_bytes = 0
-        """Of those whose size counts: all but simple ones."""
-        self._unlogged: list[Promise] = []
-        """Which of them may only be sent once the log has what they promise."""
+        self._outbox = Outbox(transport, self.sender, dispatcher.count_refused, self._replies_sent)
         self._waited = False
         """The payload that memory is asked for has been waited for: it gets some now or never."""
         self._maybe_more = False
@@ -111,7 +103,9 @@ class Connection:
     @property
     def phase(self) -> Phase:
         """What the connection waits for."""
-        return Phase.SENDING if self.sender.blocked else self._phase
+        if self.sender.blocked:
+            return Phase.SENDING
+        return Phase.RUNNING if self._outbox.left else self._phase  # the log has its replies
 
     @property
     def progress(self) -> int:
@@ -180,7 +174,7 @@ class Connection:
     def _close(self) -> None:
         self._transport.close()
         # Payloads must go now, not when the garbage collector finds the cycle between a connection and its parser.
-        self._out.clear()
+        self._outbox.close()
         self._parser.close()
         self._table.remove(self)
         self._services.clients.remove(self.session)
@@ -217,7 +211,7 @@ class Connection:
             await self._flush()
         except ProtocolError as error:
             self._dispatcher.count_refused(error.code)
-            self._out.append(error_line(error.code, str(error)))
+            self._outbox.parts.append(error_line(error.code, str(error)))
             await self._flush()
             await linger(self._transport, self._table.scratch)
 
@@ -228,7 +222,7 @@ class Connection:
         refused = requests[-1]
         if type(refused) is Refused:
             requests.pop()
-        out = self._out
+        outbox, out = self._outbox, self._outbox.parts
         reply: Reply | None = None
         session.active_s = self._services.clock.wall_s()
         session.commands += len(requests)
@@ -254,11 +248,11 @@ class Connection:
                     reply = self._dispatcher.unsendable(context, self._dispatcher.find(argv), error)
                     encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
-                self._out_bytes += len(out[first]) if len(out) == first + 1 else size_of(out, first)  # type: ignore[arg-type]
+                outbox.nbytes += len(out[first]) if len(out) == first + 1 else size_of(out, first)  # type: ignore[arg-type]
             if session.unlogged:
-                self._unlogged.append((first, len(out), session.unlogged))
+                outbox.unlogged.append((first, len(out), session.unlogged))
                 session.unlogged = []
-            if self._out_bytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
+            if outbox.nbytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
                 await self._flush()
                 if argv is requests[-1]:
                     self._release_payload()  # not before: the reply may be the payload itself
@@ -271,9 +265,9 @@ class Connection:
                 session.reply_skip -= session.reply_skip > 0
             else:
                 encode(self._refuse(refused), session.resp, out)
-        if not self._unlogged or len(self._unlogged) >= COMMANDS_PER_TURN or type(reply) is not Simple:
+        if not outbox.unlogged or len(outbox.unlogged) >= COMMANDS_PER_TURN or type(reply) is not Simple:
             await self._flush()
-        # Else more may have arrived that the log can take along: `_receive` flushes before it waits.
+        # Else more may have arrived that the log can take along.
         self._release_payload()
         self._commands += len(requests)
         if self._commands >= COMMANDS_PER_TURN:
@@ -320,30 +314,13 @@ class Connection:
         self._turn_end_ns = perf_counter_ns() + TURN_NS
 
     async def _flush(self) -> None:
-        """Send the replies so far, once what they promise is in the log. Cancellation: the connection must close."""
-        if self._unlogged:
-            await self._settle()
-        out, nbytes = self._out, self._out_bytes
-        if not out:
-            return
-        # A batch of small replies holds no stream unless its size was counted.
-        if nbytes <= FLUSH_BYTES and not (nbytes and any(type(part) is Stream for part in out)):
-            data = b"".join(out)  # type: ignore[arg-type]  # no Stream among them
-            sent = self._transport.send_nowait(data)
-            if sent == len(data):
-                self.sender.progress += 1
-            else:
-                await self.sender.send(data, sent or 0)
-        else:
-            await self.sender.send_parts(out, nbytes)
-        out.clear()
-        self._out_bytes = 0
+        """Send the replies so far. Cancellation: the connection must close."""
+        await self._outbox.flush()
 
-    async def _settle(self) -> None:
-        """Wait for the log; replies to what it could not take become errors."""
-        unlogged, self._unlogged = self._unlogged, []
-        for refusal in await settle(self._out, unlogged):
-            self._dispatcher.count_refused(refusal.code)
+    def _replies_sent(self) -> None:
+        """The log has sent what was left to it."""
+        if self._table.draining and self._parser.between_requests:
+            self.close_idle()
 
     def _refuse(self, request: Refused) -> ErrorReply:
         if self.session.transaction is not None:
@@ -365,14 +342,18 @@ class Connection:
         if perf_counter_ns() > self._turn_end_ns:
             await self._yield()
         data = transport.recv_nowait(READ_CHUNK_BYTES) if self._maybe_more else None
+        outbox = self._outbox
         if data is None:
-            if self._unlogged:
+            if outbox.unlogged and not outbox.leave():
                 await self._flush()
-            if not self._maybe_more:
+            if not self._maybe_more and not outbox.left:
                 data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
         while data is None:
             self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
             await transport.wait_readable()
+            outbox.left = False
+            if outbox.parts and not outbox.unlogged:
+                await self._flush()  # the log could send a part only
             self._phase = Phase.RUNNING
             self._commands = 0
             self._turn_end_ns = perf_counter_ns() + TURN_NS
@@ -397,7 +378,7 @@ class Connection:
             last = len(target) == left
             received = transport.recv_into_nowait([target, scratch[:READ_CHUNK_BYTES]] if last else [target])
             if received is None:
-                if self._unlogged:
+                if self._outbox.unlogged:
                     await self._flush()
                     continue
                 transport.receiving_bulk(left + 2)

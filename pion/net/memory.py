@@ -66,7 +66,7 @@ class MemoryTransport:
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str, local: str) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
-        self._closed = False
+        self._closed = self._interrupted = False
         self.peer = peer
         self.local = local
 
@@ -112,8 +112,9 @@ class MemoryTransport:
         """See `Transport`."""
         await trio.lowlevel.checkpoint()
         pipe = self._incoming
-        while not self._closed and pipe.size < pipe.low_water and not pipe.ended:
+        while not self._closed and pipe.size < pipe.low_water and not pipe.ended and not self._interrupted:
             await pipe.readable.park()
+        self._interrupted = False
         self._check()
 
     async def wait_writable(self) -> None:
@@ -130,6 +131,11 @@ class MemoryTransport:
             await self.wait_readable()
             if self._incoming.size:
                 await trio.sleep_forever()
+
+    def interrupt(self) -> None:
+        """See `Transport`."""
+        self._interrupted = True
+        self._incoming.readable.unpark_all()
 
     def receiving_bulk(self, nbytes: int) -> None:
         """See `Transport`. As with a socket, lowering it wakes who can go on."""

@@ -64,6 +64,9 @@ class Transport(Protocol):
         Cancellation: no effect.
         """
 
+    def interrupt(self) -> None:
+        """Let a task that waits go on as if what it waits for had come."""
+
     def receiving_bulk(self, nbytes: int) -> None:
         """Hint: `nbytes` are expected (0: unknown), so waking up for fewer is not worth it."""
 
@@ -87,6 +90,7 @@ class SocketTransport:
         self._fd = self._socket.fileno()
         self._low_water = 1
         self._bulk = False
+        self._interrupted = False
         self._tcp = self._socket.family != socket.AF_UNIX
         try:
             peer = self._socket.getpeername()
@@ -142,11 +146,20 @@ class SocketTransport:
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
 
+    def interrupt(self) -> None:
+        """See `Transport`."""
+        if self._fd >= 0:
+            self._interrupted = True
+            trio.lowlevel.notify_closing(self._fd)  # closes nothing: it only wakes, with an error
+
     async def wait_readable(self) -> None:
         """See `Transport`."""
         try:
             await trio.lowlevel.wait_readable(self._fd)
         except (trio.ClosedResourceError, OSError, ValueError) as error:  # ValueError: closed before the wait
+            if self._interrupted and self._fd >= 0:
+                self._interrupted = False
+                return
             raise ConnectionLostError("closed by this side") from error
 
     async def wait_writable(self) -> None:

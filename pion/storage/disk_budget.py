@@ -20,6 +20,7 @@ from pion.errors import CommandError
 from pion.storage.changes import Reason
 from pion.storage.data_directory import DataDirectory
 from pion.storage.orders import Orders
+from pion.storage.unit import Unit
 from pion.storage.vstore import VStore
 
 logger = logging.getLogger("pion.storage")
@@ -29,6 +30,12 @@ WAIT_S: Final = 10.0
 
 WORTH_BYTES: Final = MIB
 """A snapshot that frees less is not worth writing."""
+
+WORTH_SHARE: Final = 0.125
+"""Of the budget: nor is one that frees less than this, while dropping something does; each is written whole."""
+
+LOOKS_AT_ONCE: Final = 4096
+"""Cold prefixes looked at for some that are in the tier."""
 
 DROPS_AT_ONCE: Final = 64
 """Prefixes dropped before the event loop is given to others."""
@@ -97,25 +104,25 @@ class DiskBudget:
 
     async def _shed(self, nbytes: int) -> bool:
         """One step towards the budget; False if there is none."""
-        orders, store, data = self._store.policy, self._store, self._data()
-        if isinstance(orders, Orders):
-            over = self.over(nbytes)
-            victims = []
-            for unit in islice(orders.cold.victims(), DROPS_AT_ONCE):
-                victims.append(unit)
-                over -= unit.file_bytes
-                if over <= 0:
-                    break
-            if victims:
-                for unit in victims:
-                    store.drop_unit(unit, Reason.EVICTED)
-                self.evicted += len(victims)
-                await self.delete_garbage()
-                await trio.lowlevel.checkpoint()
-                return True
+        store, data = self._store, self._data()
+        before = self.over(nbytes)
+        # What was dropped already may only wait for its deletion.
+        await self.delete_garbage()
+        if self.over(nbytes) < before:
+            return True
+        victims = self._in_tier_only(before)
+        if victims:
+            for unit in victims:
+                store.drop_unit(unit, Reason.EVICTED)
+            self.evicted += len(victims)
+            await self.delete_garbage()
+            await trio.lowlevel.checkpoint()
+            # A tier that deletes nothing now would lose all that it has, for nothing.
+            return self.over(nbytes) < before
         if data is None:
             return False
-        if data.disk_bytes - store.unplaced_bytes >= WORTH_BYTES and not data.log.broken:
+        worth_bytes = max(WORTH_BYTES, int(WORTH_SHARE * store.config.max_disk_bytes))
+        if data.disk_bytes - store.unplaced_bytes >= worth_bytes and not data.log.broken:
             try:
                 await data.save()
             except CommandError as error:
@@ -128,6 +135,19 @@ class DiskBudget:
         store.drop_unit(victim, Reason.EVICTED)
         self.evicted += 1
         return True
+
+    def _in_tier_only(self, over: int) -> list[Unit]:
+        """Prefixes whose end gives back `over` bytes of the tier, or some of them."""
+        orders = self._store.policy
+        victims: list[Unit] = []
+        if isinstance(orders, Orders):
+            for unit in islice(orders.cold.victims(), LOOKS_AT_ONCE):
+                if over <= 0 or len(victims) == DROPS_AT_ONCE:
+                    break
+                if unit.placed:  # else its rows are in the log or in the snapshot, which do not shrink with it
+                    victims.append(unit)
+                    over -= unit.file_bytes
+        return victims
 
 
 KEEP_S: Final = 0.5

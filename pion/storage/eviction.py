@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Final, Protocol
 
 from pion.storage.unit import Unit
 
 OUTSIDE: Final = 0
 LISTED: Final = 1
-WAITING: Final = 2
-GONE: Final = 3
+GONE: Final = 2
+"""What is more than this says in the heap of which policy a unit waits."""
 
 MAX_NOTES: Final = 65_536
 """Touches noted before each further one settles `NOTES_AT_ONCE`; about what the reaper finds at full load."""
@@ -53,9 +54,12 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """Exact LRU."""
 
-    __slots__ = ("_heap", "_newest", "_notes", "_oldest", "_tick", "_waiting")
+    __slots__ = ("_heap", "_in_heap", "_newest", "_notes", "_oldest", "_ticks", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, ticks: Iterator[int] | None = None) -> None:
+        """`ticks` numbers uses; orders between which units move need the same."""
+        self._ticks = count(1) if ticks is None else ticks
+        self._in_heap = GONE + next(self._ticks)
         # Two ends that are not units: linking then has no special cases.
         self._oldest = Unit(b"", lone=True)
         self._newest = Unit(b"", lone=True)
@@ -63,7 +67,6 @@ class LeastRecentlyUsed:
         self._notes: deque[Unit] = deque()
         self._heap: list[tuple[int, int, Unit]] = []
         self._waiting = 0
-        self._tick = 0
 
     def touch(self, unit: Unit) -> None:
         """Make the unit the most recently used."""
@@ -79,8 +82,7 @@ class LeastRecentlyUsed:
         return bool(notes)
 
     def _move(self, unit: Unit) -> None:
-        self._tick += 1
-        unit.stamp = self._tick
+        unit.stamp = next(self._ticks)
         newest = self._newest
         if unit.standing == LISTED:
             newer = unit.newer
@@ -90,7 +92,7 @@ class LeastRecentlyUsed:
             older.newer, newer.older = newer, older  # type: ignore[union-attr]
         elif unit.standing == GONE or not unit.evictable:
             return
-        elif unit.standing == WAITING:
+        elif unit.standing == self._in_heap:
             self._waiting -= 1
         last = newest.older
         last.newer = newest.older = unit  # type: ignore[union-attr]
@@ -101,7 +103,7 @@ class LeastRecentlyUsed:
         """Take a unit out, or put it back at its own place in time."""
         if unit.evictable:
             if unit.standing == OUTSIDE:
-                unit.standing = WAITING
+                unit.standing = self._in_heap
                 self._waiting += 1
                 heappush(self._heap, (unit.stamp, id(unit), unit))
         elif unit.standing != OUTSIDE:
@@ -117,11 +119,11 @@ class LeastRecentlyUsed:
             older, newer = unit.older, unit.newer
             older.newer, newer.older = newer, older  # type: ignore[union-attr]
             unit.older = unit.newer = None
-        elif unit.standing == WAITING:
+        elif unit.standing == self._in_heap:
             self._waiting -= 1
         unit.standing = OUTSIDE
         if len(self._heap) > 2 * self._waiting + STALE_SLACK:
-            self._heap = [entry for entry in self._heap if _current(entry)]
+            self._heap = [entry for entry in self._heap if self._current(entry)]
             heapify(self._heap)
 
     def victims(self) -> Iterator[Unit]:
@@ -141,18 +143,17 @@ class LeastRecentlyUsed:
             unit = unit.newer
 
     def _by_stamp(self) -> Iterator[tuple[int, Unit]]:
-        while self._heap and not _current(self._heap[0]):
+        while self._heap and not self._current(self._heap[0]):
             heappop(self._heap)
         # The walk ends after one or two units almost always, so a copy in order is made only behind the first.
         if self._heap:
             yield self._heap[0][0], self._heap[0][2]
             for entry in sorted(self._heap)[1:]:
-                if _current(entry):
+                if self._current(entry):
                     yield entry[0], entry[2]
 
-
-def _current(entry: tuple[int, int, Unit]) -> bool:
-    return entry[2].standing == WAITING and entry[2].stamp == entry[0]
+    def _current(self, entry: tuple[int, int, Unit]) -> bool:
+        return entry[2].standing == self._in_heap and entry[2].stamp == entry[0]
 
 
 def choose(
@@ -196,6 +197,6 @@ def _with_parents(victims: Iterator[Unit], chosen: dict[Unit, None]) -> Iterator
             and parent is not None
             and not parent.pinned
             and parent.pending is None
-            and all(child in chosen for child in parent.children or ())
+            and all(child in chosen or not (parent.cold or child.holds_parent) for child in parent.children or ())
         ):
             heappush(free, (parent.stamp, id(parent), parent))

@@ -100,6 +100,11 @@ class Ledger:
             memory.queued = True
             self._later.append(work)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether something was put off."""
+        return bool(self._later)
+
     def work_off(self) -> bool:
         """Do one piece of what was put off; True if there is more."""
         if self._later and not self._later[0]():

@@ -8,7 +8,7 @@ than twice the mantissa bits of fp16 and bf16 and two more: rounding twice then 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -22,6 +22,10 @@ from pion.storage.stored_format import Format
 
 BITS: Final = (2, 3, 4, 6, 8)
 GROUPS: Final = (32, 64, 128)
+
+_ENCODE_VALUES: Final = 4 * floats.BLOCK_VALUES
+"""Values whose scales and biases are chosen together. That is many short steps, and larger blocks make them count less;
+their values, 1 MiB, still stay in the cache until the codes are chosen."""
 
 _LEAST_SCALE: Final = np.float32(1e-7)
 """As in MLX: keeps a constant group from dividing by zero; not zero in any of the types."""
@@ -141,7 +145,7 @@ class MlxFormat(Format):
         out = np.empty((count, self.row_bytes(dim)), np.uint8)
         largest_scale = self.scales.largest_scale(self.levels)
         with np.errstate(all="ignore"):
-            for block in blocks(count, dim):
+            for block in blocks(count, dim, _ENCODE_VALUES):
                 self._encode_block(rows[block].reshape(-1), largest_scale, out[block], dim)
         return out.reshape(-1)
 
@@ -149,7 +153,7 @@ class MlxFormat(Format):
         self, values: NDArray[np.float32], largest_scale: np.float32, out: NDArray[np.uint8], dim: int
     ) -> None:
         levels, kind = np.float32(self.levels), self.scales
-        high, low = fold(np.maximum, values, self.group), fold(np.minimum, values, self.group)
+        high, low = self._extremes(values)
         check_range(self.name, np.maximum(high, -low), kind.largest)
         check_range(self.name, high.astype(np.float64) - low, kind.largest, "in one group a span of ")
 
@@ -171,16 +175,29 @@ class MlxFormat(Format):
         out[:, packed + width :] = narrow.view(np.uint8).reshape(len(out), width)
         bias = kind.widen(narrow.view(np.uint8))
 
-        work = np.repeat(bias, self.group)
-        np.subtract(values, work, out=work)
-        work /= np.repeat(scale, self.group)
-        np.rint(work, out=work)
-        # Rounded scales rarely push a code out of the range, so looking is cheaper than always cutting.
-        if not (work.max() <= levels and work.min() >= 0):
-            np.clip(work, 0, levels, out=work)
-        codes = np.empty(work.size, np.uint8)
-        np.copyto(codes, work, casting="unsafe")
+        # Rounded scales and biases can push codes out of the range, but those of most groups don't.
+        ends = np.rint(((low - bias) / scale, (high - bias) / scale))
+        within = bool(ends.min() >= 0 and ends.max() <= levels)
+        codes = np.empty(values.size, np.uint8)
+        for part in _parts(values.size):
+            groups = slice(part.start // self.group, part.stop // self.group)
+            work = np.repeat(bias[groups], self.group)
+            np.subtract(values[part], work, out=work)
+            work /= np.repeat(scale[groups], self.group)
+            np.rint(work, out=work)
+            if not within:
+                np.clip(work, 0, levels, out=work)
+            np.copyto(codes[part], work, casting="unsafe")
         out[:, :packed] = bitpack.pack(codes, self.bits).reshape(len(out), packed)
+
+    def _extremes(self, values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The largest and the smallest value of every group."""
+        high, low = np.empty((2, values.size // self.group), np.float32)
+        for part in _parts(values.size):
+            groups = slice(part.start // self.group, part.stop // self.group)
+            high[groups] = fold(np.maximum, values[part], self.group)
+            low[groups] = fold(np.minimum, values[part], self.group)
+        return high, low
 
     def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
         """See `Format`. Any bytes will do, not only those of `encode`.
@@ -223,6 +240,11 @@ class MlxFormat(Format):
             exact = codes.reshape(-1, self.group)[overflows] * scales.view(np.float16)[overflows, None]
             exact += biases.view(np.float16)[overflows, None]
             out.reshape(-1, self.group)[overflows] = floats.fp16_to_fp32(exact.reshape(-1)).reshape(exact.shape)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Slices of flat values, of `BLOCK_VALUES` each."""
+    return (slice(at, min(at + floats.BLOCK_VALUES, count)) for at in range(0, count, floats.BLOCK_VALUES))
 
 
 def _all() -> dict[str, MlxFormat]:

@@ -51,11 +51,9 @@ class Orders:
             pass  # a note of a use must not bring it back into the order that it leaves
         here.remove(unit)
         unit.standing = OUTSIDE
+        held = unit.holds_parent
         unit.cold = cold
-        parent = unit.parent
-        if parent is not None:
-            parent.warm_children += -1 if cold else 1
-            self.update(parent)
+        unit.pass_on(held, self.update)
         there.update(unit)
         if not cold:
             there.touch(unit)

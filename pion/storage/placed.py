@@ -102,8 +102,13 @@ class TierMemory(MappedMemory):
 
     def verify(self) -> bool:
         """See `MappedMemory`."""
-        if super().verify():
-            self.buffer  # noqa: B018  from here on it doesn't matter whether the object stays open
+        if not self.verified:
+            opened = self.file.opened
+            if opened is None:  # dropped a moment ago
+                return False
+            array = np.frombuffer(opened.mapping.view, np.uint8, self.nbytes, self.region.start)
+            if super().verify():
+                self._array = array  # from here on it doesn't matter whether the object stays open
         return self.verified
 
     def drop(self, nbytes: int) -> None:

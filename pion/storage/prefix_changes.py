@@ -146,12 +146,15 @@ def room_for_register(store: VStore, change: Register) -> tuple[int, int, set[Un
     if parent is not None:
         protected |= set(parent.chain())
     nbytes = max(0, len(change.meta or b"") - len(unit.meta or b"" if unit is not None else b""))
-    if change.hashes is not None and (unit is None or unit.table is None):
-        # The table has the hashes of what it continues in front of its own.
-        above = parent.table if parent is not None else None
-        nbytes += TABLE_COST + len(change.hashes.blob) + (above.cost if above is not None else 0)
-    if unit is None:
-        nbytes += UNIT_COST + len(change.ns) + CHAIN_COST + PENDING_COST
+    nbytes += CHAIN_COST + PENDING_COST + (UNIT_COST + len(change.ns) if unit is None else 0)
+    if change.hashes is not None and (unit is None or not unit.complete):
+        # The table has the hashes of what it continues in front of its own, and so have those of what continues it.
+        above = parent or (unit.parent if unit is not None else None)
+        length = len(change.hashes.blob)
+        if above is not None and above.table is not None:
+            length += len(above.table.chain)
+        tables = 1 + sum(below.table is not None for below in unit.descendants()) if unit is not None else 1
+        nbytes += TABLE_COST + tables * length
     return 2 - (unit.sessions if unit is not None else 0), nbytes, protected
 
 
@@ -168,7 +171,7 @@ def apply_register(store: VStore, change: Register) -> None:
         _link(store, unit, parent, change.offset)
     unit.registered = True
     if change.pin:
-        unit.pinned = True
+        _pin(store, unit, True)
     if change.prefill_ms is not None:
         unit.prefill_ms = change.prefill_ms
     if change.meta is not None:
@@ -192,9 +195,11 @@ def _link(store: VStore, unit: Unit, parent: Unit, offset: int) -> None:
     if parent.children is None:
         parent.children = {}
     parent.children[unit] = None
-    parent.warm_children += not unit.cold
+    held = parent.holds_parent
+    parent.warm_children += unit.holds_parent
     store.ledger.charge(CHAIN_COST)
     store.policy.update(parent)
+    parent.pass_on(held, store.policy.update)
 
 
 def _declare(store: VStore, unit: Unit, declared: Declaration, owner: int) -> None:
@@ -270,12 +275,14 @@ def _drop_one(store: VStore, unit: Unit) -> None:
     parent = unit.parent
     if parent is not None and parent.children is not None:
         del parent.children[unit]
-        parent.warm_children -= not unit.cold
+        held = parent.holds_parent
+        parent.warm_children -= unit.holds_parent
         if not parent.children:
             parent.children = None
         unit.parent = None
         store.ledger.charge(-CHAIN_COST)
         store.policy.update(parent)
+        parent.pass_on(held, store.policy.update)
     remove_unit(store, unit)
     if pending is not None:
         pending.wake()
@@ -294,6 +301,11 @@ def apply_expiry(store: VStore, change: SetExpiry) -> None:
 
 def apply_pin(store: VStore, change: SetPin) -> None:
     """Keep the prefix from being evicted, or no longer."""
-    unit = store.prefixes[change.ns]
-    unit.pinned = change.pinned
+    _pin(store, store.prefixes[change.ns], change.pinned)
+
+
+def _pin(store: VStore, unit: Unit, pinned: bool) -> None:
+    held = unit.holds_parent
+    unit.pinned = pinned
     store.policy.update(unit)
+    unit.pass_on(held, store.policy.update)

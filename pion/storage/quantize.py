@@ -22,9 +22,9 @@ GROUP: Final = 32
 """Values that share a scale in fp8 and turbo, and those that share a scale and a bias in mlx4g32."""
 
 
-def blocks(count: int, dim: int) -> Iterator[slice]:
-    """Slices of `count` rows of `dim` values, each about `BLOCK_VALUES` values."""
-    step = max(1, BLOCK_VALUES // dim)
+def blocks(count: int, dim: int, size: int = BLOCK_VALUES) -> Iterator[slice]:
+    """Slices of `count` rows of `dim` values, each of about `size` values."""
+    step = max(1, size // dim)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 

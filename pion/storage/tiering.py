@@ -38,7 +38,7 @@ from pion.storage.disk_budget import DiskBudget
 from pion.storage.orders import Orders
 from pion.storage.placed import PromotedMemory, TierFile, TierMemory, placed_file
 from pion.storage.region import MappedMemory
-from pion.storage.tiers.base import TierError, TierMissError, TierUnavailableError
+from pion.storage.tiers.base import OpenedObject, TierError, TierMissError, TierUnavailableError
 from pion.storage.tiers.guard import GuardedTier
 from pion.storage.tiers.tier_format import Layout, RowRun, lay_out, read_head
 from pion.storage.unit import SIDES, Side, Unit
@@ -121,6 +121,7 @@ class Tiering:
         self._open: OrderedDict[TierFile, None] = OrderedDict()
         self._opening: dict[TierFile, trio.Lock] = {}
         self._threads = trio.CapacityLimiter(WRITERS)
+        self._deleting = trio.Lock()
         self._promoting = 0
         store.on_growth = self._on_growth
         store.tier_files.opener = self.open
@@ -131,6 +132,11 @@ class Tiering:
         disk.tier_bytes = lambda: max(tier.used_bytes, store.tier_files.nbytes)
         disk.delete_garbage = self._delete_garbage
 
+    @property
+    def open_objects(self) -> int:
+        """Objects that are open now."""
+        return len(self._open)
+
     # What the store asks and tells, on the event loop.
 
     def _orders(self) -> Orders:
@@ -139,9 +145,9 @@ class Tiering:
         return orders
 
     def _over(self, share: float) -> float:
-        store = self._store
+        store, limit = self._store, self._store.config.max_bytes
         held = store.ledger.charged_bytes + store.in_flight() + self._promoting
-        return held - share * store.config.max_bytes
+        return held - share * limit if limit else 0
 
     def _on_growth(self) -> None:
         if self._over(HIGH_SHARE) > 0:
@@ -234,6 +240,9 @@ class Tiering:
             self._writing[key] = unit
             try:
                 await self._place(unit, key)
+            except TierMissError as error:  # a part of it was in the tier already
+                logger.error("tier %s: %s: %s", self.tier.url, show(unit.name), error)
+                self._store.drop_damaged(unit)
             except TierUnavailableError as error:
                 self._failed(f"{show(unit.name)} can't be written", error)
                 self._store.tier_files.garbage.append(key)
@@ -280,28 +289,39 @@ class Tiering:
 
         Cancellation: no effect.
         """
-        async with self._opening.setdefault(file, trio.Lock()):
-            if file.opened is not None:
-                return
-            try:
-                opened = await self.tier.open(file.key)
-            except TierMissError:
-                self.statistics.misses += 1
-                raise
-            except TierUnavailableError:
-                self.statistics.failures += 1
-                raise
-            if opened.nbytes != file.nbytes:
-                self.statistics.misses += 1
-                raise TierMissError(f"it has {opened.nbytes} bytes, not {file.nbytes}", damaged=True)
-            file.opened = opened
-        self._opening.pop(file, None)
+        lock = self._opening.setdefault(file, trio.Lock())
+        try:
+            async with lock:
+                if file.opened is not None:
+                    return
+                file.opened = await self._opened(file)
+        finally:
+            if not lock.statistics().tasks_waiting:
+                self._opening.pop(file, None)
         self._open[file] = None
         for other in list(self._open):
             if len(self._open) <= OPEN_OBJECTS:
                 break
             if not other.pins and other is not file:
                 self._close(other)
+
+    async def _opened(self, file: TierFile) -> OpenedObject:
+        try:
+            opened = await self.tier.open(file.key)
+        except TierMissError:
+            self.statistics.misses += 1
+            raise
+        except TierUnavailableError:
+            self.statistics.failures += 1
+            raise
+        if opened.nbytes != file.nbytes:
+            opened.close()
+            self.statistics.misses += 1
+            raise TierMissError(f"it has {opened.nbytes} bytes, not {file.nbytes}", damaged=True)
+        if not file.refs:  # it was dropped meanwhile: its space must come back
+            opened.close()
+            raise TierMissError("it was dropped")
+        return opened
 
     def _close(self, file: TierFile) -> None:
         """Let an object go that replies don't begin to use now. What is being sent from it stays readable."""
@@ -383,20 +403,21 @@ class Tiering:
 
     async def _delete_garbage(self) -> None:
         garbage, data = self._store.tier_files.garbage, self._data()
-        if not garbage:
-            return
-        keys = list(garbage)
-        try:
-            if data is not None:
-                await data.log.wait_durable(data.log.sequence)
-            await self.tier.delete(keys)
-        except OSError:
-            return  # the log has failed, and says so; they may be needed after a restart
-        except TierUnavailableError as error:
-            self._failed(f"{len(keys)} objects can't be deleted", error)
-            return
-        for _ in keys:
-            garbage.popleft()
+        async with self._deleting:
+            keys = list(garbage)
+            if not keys:
+                return
+            try:
+                if data is not None:
+                    await data.log.wait_durable(data.log.sequence)
+                await self.tier.delete(keys)
+            except OSError:
+                return  # the log has failed, and says so; they may be needed after a restart
+            except TierUnavailableError as error:
+                self._failed(f"{len(keys)} objects can't be deleted", error)
+                return
+            for _ in keys:
+                garbage.popleft()
 
 
 Rows = list[tuple[Side, int, int, tuple[Block, ...]]]

@@ -146,7 +146,7 @@ class Unit:
         self.cold = False
         """All of its rows lie in files: it has left memory. See `pion.storage.room`."""
         self.warm_children = 0
-        """Children that are not cold."""
+        """Children for which `holds_parent` is true."""
         self.table: BlockTable | None = None
         self.meta: bytes | None = None
         self.prefill_ms: float | None = None
@@ -244,12 +244,27 @@ class Unit:
 
     @property
     def evictable(self) -> bool:
-        """Whether it may make room for others: a warm one in memory, behind all warm ones that continue it; a cold one
-        in the files, behind all that continue it.
+        """Whether it may make room for others: a warm one in memory, behind all warm or pinned ones that continue it; a
+        cold one in the files, behind all that continue it.
         """
         if self.pinned or self.pending is not None:
             return False
         return not self.children if self.cold else not self.warm_children
+
+    @property
+    def holds_parent(self) -> bool:
+        """Whether what it continues must stay because of it: it is in memory or pinned, or holds because of another."""
+        return not self.cold or self.pinned or self.warm_children > 0
+
+    def pass_on(self, held: bool, update: Callable[[Unit], None]) -> None:
+        """Tell what it continues that `holds_parent`, which was `held`, may have changed; `update` is the policy's."""
+        unit = self
+        while unit.parent is not None and unit.holds_parent != held:
+            parent = unit.parent
+            parent_held = parent.holds_parent
+            parent.warm_children += 1 if unit.holds_parent else -1
+            update(parent)
+            unit, held = parent, parent_held
 
     def chain(self) -> list[Unit]:
         """From the root to itself."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final
 
 import attrs
@@ -111,7 +111,8 @@ class VStore:
         self.clock = clock
         self.journal = journal
         self.ledger = ledger
-        self.policy: EvictionPolicy = policy or Orders(LeastRecentlyUsed)
+        ticks = count(1)
+        self.policy: EvictionPolicy = policy or Orders(lambda: LeastRecentlyUsed(ticks))
         self.tier_files = TierFiles(ledger)
         """Objects of the tier that hold rows, whether or not there is a tier."""
         self.on_growth: Callable[[], None] = lambda: None
@@ -309,19 +310,31 @@ class VStore:
 
         False, too, when what was evicted is still being sent.
         """
-        over = self.over(nbytes)
-        if over <= 0:
-            return True
         warm = self.policy.warm if isinstance(self.policy, Orders) else self.policy
-        victims = choose(warm, 0, over, protected, memory_bytes)
-        if victims is None and isinstance(self.policy, Orders):
-            # Their rows lie in files, but what is kept of them in memory may be what is missing.
-            victims = choose(self.policy, 0, over, protected, memory_bytes)
-        if victims is None:
-            return False
-        for victim in victims:
-            self.evict(victim)
-        return self.over(nbytes) <= 0
+        while (over := self.over(nbytes)) > 0:
+            victims = choose(warm, 0, over, protected, _evicted_bytes)
+            if victims is not None:
+                for victim in victims:
+                    self.evict(victim)
+            else:
+                # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing.
+                victims = choose(self.policy, 0, over, protected, memory_bytes)
+                if victims is None:
+                    return False
+                for victim in victims:
+                    self.drop_unit(victim, Reason.EVICTED)
+            if self.over(nbytes) >= over:
+                return False
+        return True
+
+    def shrink(self, limit: int) -> bool:
+        """Evict up to `limit` units while more is held than the budget allows (it was lowered, or a log was replayed
+        that holds more); True if there is more to do.
+        """
+        for _ in range(limit):
+            if self.over(0) <= 0 or not self.squeeze(1 - self.over(0)):
+                return False
+        return self.over(0) > 0
 
     def relieve(self, nbytes: int) -> bool:
         """Take rows out of memory that the tier has anyway, in the order of eviction, until `nbytes` more fit."""
@@ -453,6 +466,14 @@ class VStore:
             abandoned=self.dropped[Reason.ABANDONED],
             damaged=self.checksum_failures,
         )
+
+
+def _evicted_bytes(unit: Unit) -> int:
+    """What `VStore.evict` frees: of what the tier has, too, only the copies of rows."""
+    if not unit.placed:
+        return memory_bytes(unit)
+    memories = {block.memory for layer in unit.all_layers() for block in layer.blocks}
+    return sum(memory.nbytes for memory in memories if not memory.mapped)
 
 
 def _in_tier_only(memory: Memory) -> Memory | None:

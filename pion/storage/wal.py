@@ -76,7 +76,7 @@ class Batch:
     Cancellation: the items are written all the same.
     """
 
-    __slots__ = ("_done", "error", "items", "nbytes", "records")
+    __slots__ = ("_callbacks", "_done", "error", "items", "nbytes", "records")
 
     def __init__(self) -> None:
         self._done = trio.Event()
@@ -84,12 +84,29 @@ class Batch:
         """None lets the next segment begin."""
         self.nbytes = self.records = 0
         self.error = ""
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is written, or can't be: then `error` says why."""
+        return self._done.is_set()
+
+    def refusal(self) -> MisconfError:
+        """The error for those whose items could not be written."""
+        return refusal(self.error)
+
+    def call_when_over(self, callback: Callable[[], None]) -> None:
+        """Have it called on the event loop, once, when it is written or can't be. It must not raise."""
+        self._callbacks.append(callback)
 
     def finish(self, error: str = "") -> None:
         """Wake everyone who waits."""
         self.error = error
         self.items = []
         self._done.set()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     async def over(self) -> None:
         """Until it is written, or can't be.

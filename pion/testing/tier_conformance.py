@@ -117,13 +117,13 @@ class TierConformance:
         check(opened.nbytes == layout.nbytes, "the object has another size than was put")
         opened.close()
 
-    async def expect_gone(self, tier: Tier, key: str, *, late_s: float = 0.0) -> None:
+    async def expect_gone(self, tier: Tier, key: str) -> None:
         """The object can't be opened."""
 
         async def look() -> bool:
             return not await self.is_there(tier, key)
 
-        await self.settled(look, f"{key} can be opened after it was deleted", late_s=late_s)
+        await self.settled(look, f"{key} can be opened after it was deleted")
 
     async def keys(self, tier: Tier) -> list[str]:
         """All keys that a listing has."""
@@ -350,8 +350,12 @@ class TierConformance:
                 with trio.move_on_after(tenths_ms * tenths_ms / 10_000):
                     await tier.put(key, layout.head, layout.parts)
                 await self.is_there(tier, key)  # and whole, if it is
-                await tier.delete([key])
-                await self.expect_gone(tier, key, late_s=LATE_S)
+
+                async def look(key: str = key) -> bool:
+                    await tier.delete([key])
+                    return not await self.is_there(tier, key)
+
+                await self.settled(look, "what a cancelled put has left can't be deleted", late_s=LATE_S)
         async with running(make_tier()) as tier:
             await tier.clean(lambda key: False)
             await self.expect_keys(tier, [])

@@ -19,7 +19,7 @@ from pion.storage.tiers.base import (
     TierError,
     TierMissError,
     TierPolicy,
-    check_key,
+    check_tier_key,
 )
 from pion.storage.tiers.disk import FileInfo
 from pion.testing.disk import MemoryDisk
@@ -54,14 +54,14 @@ class MemoryTier(Tier):
 
     async def put(self, key: str, head: bytes, parts: Sequence[Buffer]) -> None:
         """See `Tier`. Cancellation: nothing is stored."""
-        check_key(key)
+        check_tier_key(key)
         await trio.lowlevel.checkpoint()
         self.objects[key] = b"".join([head, *parts])
 
     async def open(self, key: str) -> OpenedObject:
         """See `Tier`."""
         await trio.lowlevel.checkpoint()
-        data = self.objects.get(check_key(key))
+        data = self.objects.get(check_tier_key(key))
         if data is None:
             raise TierMissError("there is no such object")
         return OpenedObject(BytesMapping(data))
@@ -69,7 +69,7 @@ class MemoryTier(Tier):
     async def delete(self, keys: Sequence[str]) -> None:
         """See `Tier`. Cancellation: nothing is removed."""
         for key in keys:
-            check_key(key)
+            check_tier_key(key)
         await trio.lowlevel.checkpoint()
         for key in keys:
             self.objects.pop(key, None)
@@ -133,7 +133,7 @@ class FlakyTier(Tier):
 
     async def put(self, key: str, head: bytes, parts: Sequence[Buffer]) -> None:
         """See `Tier`. Cancellation: as the inner one takes it."""
-        await self._before("put", check_key(key))
+        await self._before("put", check_tier_key(key))
         self._visible_s[key] = trio.current_time() + self.lag_s
         self._doomed_s.pop(key, None)
         await self.inner.put(key, head, parts)
@@ -148,7 +148,7 @@ class FlakyTier(Tier):
     async def delete(self, keys: Sequence[str]) -> None:
         """See `Tier`. Cancellation: as the inner one takes it."""
         for key in keys:
-            await self._before("delete", check_key(key))
+            await self._before("delete", check_tier_key(key))
         if self.loses_deletes:
             return
         self._doomed_s.update(dict.fromkeys(keys, trio.current_time() + self.lag_s))

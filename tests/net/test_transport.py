@@ -243,3 +243,29 @@ async def test_keepalive_has_another_name_on_macos(monkeypatch):
     there.close()
     assert "TCP_KEEPALIVE" in asked
     assert "TCP_KEEPIDLE" not in asked
+
+
+async def test_an_interrupted_wait_returns_and_the_next_one_waits_again():
+    here, there = await tcp_pair()
+    steps: list[str] = []
+
+    async def wait_twice() -> None:
+        await here.wait_readable()
+        steps.append("interrupted" if here.recv_nowait(10) is None else "data")
+        await here.wait_readable()
+        steps.append("interrupted" if here.recv_nowait(10) is None else "data")
+        with pytest.raises(ConnectionLostError):
+            await here.wait_readable()
+        steps.append("closed")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_twice)
+        await trio.testing.wait_all_tasks_blocked()
+        here.interrupt()
+        await trio.testing.wait_all_tasks_blocked()
+        await there.send(b"abc")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        here.close()
+    assert steps == ["interrupted", "data", "closed"]
+    here.interrupt()
+    there.close()

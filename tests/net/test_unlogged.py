@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import trio
 
@@ -18,6 +20,10 @@ class Log:
         self.written = trio.Event()
         self.lost: set[bytes] = set()
         self.asked = 0
+
+    def write(self) -> None:
+        """All of it is on disk, or lost."""
+        self.written.set()
 
     def wait_for(self, name: bytes) -> Waiting:
         self.asked += 1
@@ -38,9 +44,46 @@ class Waiting:
             raise MisconfError("the log can't be written")
 
 
-@pytest.fixture
-def log() -> Log:
-    return Log()
+class AnnouncingLog(Log):
+    """Its batches also call back, as those of the log do: then it sends replies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callbacks: list[Callable[[], None]] = []
+
+    def write(self) -> None:
+        super().write()
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def wait_for(self, name: bytes) -> Waiting:
+        self.asked += 1
+        return AnnouncedWaiting(self, name)
+
+
+class AnnouncedWaiting(Waiting):
+    _log: AnnouncingLog
+
+    @property
+    def is_over(self) -> bool:
+        return self._log.written.is_set()
+
+    @property
+    def error(self) -> str:
+        return "lost" if self.is_over and self._name in self._log.lost else ""
+
+    def refusal(self) -> MisconfError:
+        return MisconfError("the log can't be written")
+
+    def call_when_over(self, callback: Callable[[], None]) -> None:
+        self._log.callbacks.append(callback)
+
+
+@pytest.fixture(params=[Log, AnnouncingLog])
+def log(request: pytest.FixtureRequest) -> Log:
+    log: Log = request.param()
+    return log
 
 
 def keeping(rig: Rig, client: Client, log: Log) -> None:
@@ -69,7 +112,7 @@ async def test_the_replies_of_a_pipeline_wait_together(log: Log) -> None:
         await client.send(*(request(b"SET", b"%d" % number, b"x") for number in range(5)), request(b"PING"))
         await silent(client)
         assert log.asked == 5, "each command ran before the first was written"
-        log.written.set()
+        log.write()
         await client.expect(b"+OK\r\n" * 5 + b"+PONG\r\n")
 
 
@@ -81,7 +124,7 @@ async def test_a_reply_is_not_sent_early_by_a_command_that_follows_later(log: Lo
         await silent(client)
         await client.call(b"PING")
         await silent(client)
-        log.written.set()
+        log.write()
         await client.expect(b"+OK\r\n+PONG\r\n")
 
 
@@ -90,7 +133,7 @@ async def test_what_was_lost_is_an_error_in_its_place(log: Log) -> None:
         client = rig.connect()
         keeping(rig, client, log)
         log.lost = {b"1", b"3"}
-        log.written.set()
+        log.write()
         await client.send(*(request(b"SET", b"%d" % number, b"x") for number in range(4)), request(b"GET", b"1"))
         error = b"-MISCONF the log can't be written\r\n"
         await client.expect(b"+OK\r\n" + error + b"+OK\r\n" + error + b"$1\r\nx\r\n")
@@ -101,17 +144,17 @@ async def test_more_than_a_turn_of_commands_is_settled_in_between(log: Log) -> N
     async with Rig.running() as rig:
         client = rig.connect()
         keeping(rig, client, log)
-        log.written.set()
+        log.write()
         await client.send(*(request(b"SET", b"%d" % number, b"x") for number in range(1000)))
         await client.expect(b"+OK\r\n" * 1000)
-        assert not client.connection._unlogged
+        assert not client.connection._outbox.unlogged
 
 
 async def test_a_payload_that_comes_slowly_does_not_hold_the_replies_before_it(log: Log) -> None:
     async with Rig.running() as rig:
         client = rig.connect()
         keeping(rig, client, log)
-        log.written.set()
+        log.write()
         long = request(b"SET", b"b", b"y" * 100_000)
         await client.send(request(b"SET", b"a", b"x"), long[:60_000])
         await client.expect(b"+OK\r\n")
@@ -125,7 +168,7 @@ async def test_payloads_of_a_pipeline_give_their_receive_memory_back(log: Log) -
         keeping(rig, client, log)
         with trio.fail_after(5):
             async with trio.open_nursery() as nursery:
-                log.written.set()
+                log.write()
                 pipeline = b"".join(request(b"SET", b"%d" % number, b"y" * 300_000) for number in range(20))
                 nursery.start_soon(client.transport.send_all, pipeline)
                 await client.expect(b"+OK\r\n" * 20)
@@ -139,7 +182,7 @@ async def test_the_end_of_the_stream_lets_the_replies_out(log: Log) -> None:
         keeping(rig, client, log)
         await client.call(b"SET", b"a", b"x")
         client.transport.finish_sending()
-        log.written.set()
+        log.write()
         await client.expect(b"+OK\r\n")
         await client.expect_end()
 
@@ -150,7 +193,7 @@ async def test_a_protocol_error_comes_after_what_was_promised(log: Log) -> None:
         keeping(rig, client, log)
         await client.send(request(b"SET", b"a", b"x"), b"*1\r\n!\r\n")
         await silent(client)
-        log.written.set()
+        log.write()
         await client.expect(b"+OK\r\n-ERR Protocol error")
 
 
@@ -162,7 +205,7 @@ async def test_without_replies_the_log_is_waited_for_all_the_same(log: Log) -> N
         await client.send(*(request(b"SET", b"%d" % number, b"x") for number in range(3)))
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert client.connection.phase is Phase.RUNNING, "it waits for the log, not for the client"
-        log.written.set()
+        log.write()
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert client.connection.phase is Phase.IDLE
 
@@ -180,5 +223,61 @@ async def test_a_transaction_waits_once_and_tells_what_was_lost(log: Log) -> Non
         await client.call(b"EXEC")
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert log.asked == 3, "all ran before the first was written"
-        log.written.set()
+        log.write()
         await client.expect(b"*3\r\n+OK\r\n-MISCONF the log can't be written\r\n+OK\r\n")
+
+
+async def test_the_log_sends_what_is_left_to_it_while_the_connection_waits() -> None:
+    log = AnnouncingLog()
+    async with Rig.running() as rig:
+        client = rig.connect()
+        keeping(rig, client, log)
+        await client.call(b"SET", b"a", b"x")
+        await silent(client)
+        assert client.connection._outbox.left
+        assert client.connection.phase is Phase.RUNNING, "a server that stops must not close it"
+        log.write()  # no task runs in between
+        assert client.transport.recv_nowait(100) == b"+OK\r\n"
+        assert client.connection.phase is Phase.IDLE
+
+
+async def test_what_the_socket_does_not_take_is_sent_by_the_connection() -> None:
+    log = AnnouncingLog()
+    async with Rig.running() as rig:
+        client = rig.connect(capacity=64)
+        keeping(rig, client, log)
+        for number in range(40):
+            await client.send(request(b"SET", b"%d" % number, b"x"))
+            await trio.testing.wait_all_tasks_blocked()
+        log.write()
+        await client.expect(b"+OK\r\n" * 40)
+        await client.call(b"PING")
+        await client.expect(b"+PONG\r\n")
+
+
+async def test_a_draining_server_closes_a_connection_once_the_log_has_answered() -> None:
+    log = AnnouncingLog()
+    async with Rig.running() as rig:
+        client = rig.connect()
+        keeping(rig, client, log)
+        await client.call(b"SET", b"a", b"x")
+        await silent(client)
+        rig.table.drain()
+        await silent(client)
+        log.write()
+        await client.expect(b"+OK\r\n")
+        await client.expect_end()
+
+
+async def test_a_client_that_left_meanwhile_costs_the_log_nothing() -> None:
+    log = AnnouncingLog()
+    async with Rig.running() as rig:
+        client = rig.connect()
+        keeping(rig, client, log)
+        await client.call(b"SET", b"a", b"x")
+        await silent(client)
+        client.transport.close()
+        await trio.testing.wait_all_tasks_blocked()
+        log.write()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not rig.table._connections

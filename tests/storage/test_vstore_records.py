@@ -19,6 +19,7 @@ from pion.storage.changes import (
     DropSession,
     EvictSession,
     Hashes,
+    PlaceRows,
     Reason,
     Register,
     SetExpiry,
@@ -26,6 +27,7 @@ from pion.storage.changes import (
     StoreRows,
 )
 from pion.storage.schema import Schema
+from pion.storage.tiers.tier_format import PlacedRun
 from pion.storage.vstore_records import is_again, pack, unpack
 
 U32 = st.integers(0, 2**32 - 1)
@@ -47,6 +49,9 @@ REGISTERS = st.builds(
     expires_s=st.none() | TIMES,
     pin=st.booleans(),
 )
+U64 = st.integers(0, 2**64 - 1)
+KEYS = st.text("0123456789abcdef", min_size=32, max_size=32)
+RUNS = st.builds(PlacedRun, st.integers(0, 1), U32, U32, U32, U64, U64, U64, U64)
 CHANGES: st.SearchStrategy[Change] = st.one_of(
     st.builds(CreateSession, NAMES, SCHEMAS),
     st.builds(StoreRows, NAMES, U32, U32, U32, st.binary(max_size=50)),
@@ -57,6 +62,7 @@ CHANGES: st.SearchStrategy[Change] = st.one_of(
     st.builds(DropPrefix, NAMES, REASONS),
     st.builds(SetExpiry, NAMES, TIMES),
     st.builds(SetPin, NAMES, st.booleans()),
+    st.builds(PlaceRows, NAMES, st.booleans(), KEYS, U64, st.lists(RUNS, max_size=4).map(tuple)),
 )
 
 

@@ -223,7 +223,7 @@ class Tier(ABC):
         """
 
 
-def check_key(key: str) -> str:
+def check_tier_key(key: str) -> str:
     """The key, which becomes a part of file names and of requests. Raises ValueError for anything else."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"a key is 32 hexadecimal digits, got {key!r}")

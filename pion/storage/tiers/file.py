@@ -32,7 +32,7 @@ from pion.storage.tiers.base import (
     Tier,
     TierMissError,
     TierUnavailableError,
-    check_key,
+    check_tier_key,
 )
 from pion.storage.tiers.disk import FileInfo, TierDisk
 from pion.storage.tiers.tier_format import VERSION, check_head
@@ -61,7 +61,7 @@ _NAME: Final = re.compile(r"([0-9a-f]{32})\.pion-tier-([0-9]{1,9})\.safetensors(
 
 def file_name(key: str) -> str:
     """The file of an object. Raises ValueError for what is no key."""
-    return f"{check_key(key)}.pion-tier-{VERSION}.safetensors"
+    return f"{check_tier_key(key)}.pion-tier-{VERSION}.safetensors"
 
 
 class FileTier(Tier):

@@ -27,7 +27,7 @@ from pion.storage.tiers.base import (
     TierMissError,
     TierPolicy,
     TierUnavailableError,
-    check_key,
+    check_tier_key,
 )
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class GuardedTier(Tier):
 
     async def put(self, key: str, head: bytes, parts: Sequence[Buffer]) -> None:
         """See `Tier`."""
-        check_key(key)
+        check_tier_key(key)
         nbytes = len(head) + sum(len(part) for part in parts)
         deadline_s = self.policy.put_s + nbytes / self.policy.put_bytes_per_s
         await self._call(deadline_s, lambda: self.inner.put(key, head, parts))
@@ -132,7 +132,7 @@ class GuardedTier(Tier):
 
     async def open(self, key: str) -> OpenedObject:
         """See `Tier`."""
-        check_key(key)
+        check_tier_key(key)
         try:
             opened = await self._call(self.policy.open_s, lambda: self.inner.open(key))
         except TierMissError:
@@ -144,7 +144,7 @@ class GuardedTier(Tier):
     async def delete(self, keys: Sequence[str]) -> None:
         """See `Tier`."""
         for key in keys:
-            check_key(key)
+            check_tier_key(key)
         await self._call(self.policy.delete_s, lambda: self.inner.delete(keys))
         self._counters.deletes += len(keys)
 

@@ -24,7 +24,7 @@ from pion.replies import Buffer
 from pion.storage import disk
 from pion.storage.records import digest_parts
 from pion.storage.region import Region
-from pion.storage.tiers.base import TierMissError, check_key
+from pion.storage.tiers.base import TierMissError, check_tier_key
 
 MAGIC: Final = b"PIONTIER"
 VERSION: Final = 1
@@ -171,7 +171,7 @@ def _header_text(
     sizes: Sequence[int],
     about: Mapping[str, str],
 ) -> bytes:
-    metadata = {**about, "format": FORMAT, "version": str(VERSION), "key": check_key(key)}
+    metadata = {**about, "format": FORMAT, "version": str(VERSION), "key": check_tier_key(key)}
     tensors: dict[str, Any] = {"__metadata__": metadata}
     position = 0
 

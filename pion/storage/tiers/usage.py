@@ -1,7 +1,7 @@
 """How many bytes a directory of objects holds, without remembering the size of each.
 
-Threads change files and listings go on beside them, and whether a listing saw a file before or after its change can't be
-known from it. So a change is announced: from then on the file counts for nothing, and what a listing shows of it is
+Threads change files and listings go on beside them, and whether a listing saw a file before or after its change can't
+be known from it. So a change is announced: from then on the file counts for nothing, and what a listing shows of it is
 ignored. Once it is made, its size is added, also to every listing that was under way.
 
 Changes of one file must not overlap; should they ever, the sum is wrong until the next listing.
