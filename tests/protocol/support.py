@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion.protocol.resp import Refused, RespParser
+from pion.protocol.resp import LATER, Refused, RespParser
 
 MIB = 1024 * 1024
 
@@ -12,8 +12,13 @@ MIB = 1024 * 1024
 class Receiver:
     """A parser with the memory that a driver gives it, and a record of what was asked for."""
 
-    def __init__(self, *, budget: int = 64 * MIB, max_bulk_bytes: int = 16 * MIB, max_args: int = 1000) -> None:
+    def __init__(
+        self, *, budget: int = 64 * MIB, max_bulk_bytes: int = 16 * MIB, max_args: int = 1000, late: int = 0
+    ) -> None:
         self.budget = budget
+        self.late = late
+        """How often each payload's memory is there only later."""
+        self._refusals = 0
         self.reserved = 0
         self.allocations: list[int] = []
         self.parser = RespParser(
@@ -27,6 +32,10 @@ class Receiver:
         return True
 
     def _allocate(self, nbytes: int) -> memoryview | None:
+        if self._refusals < self.late:
+            self._refusals += 1
+            return LATER
+        self._refusals = 0
         self.allocations.append(nbytes)
         return memoryview(np.empty(nbytes, np.uint8)) if self._reserve(nbytes) else None
 
@@ -48,12 +57,18 @@ class Receiver:
         found: list[list[bytes]] = []
         while True:
             requests = self.parser.requests(limit)
+            asked = self.parser.awaited > 0
+            if asked:
+                assert self.parser.need_data
+                assert self.parser.target() is None
+                assert not self.parser.payload_left
+                self.parser.resume()
             for request in requests:
                 if isinstance(request, Refused):
                     found.append([b"REFUSED", *map(bytes, request[:1])])
                 else:
                     found.append([bytes(argument) for argument in request])
-            if not requests and self.parser.need_data:
+            if not requests and self.parser.need_data and not asked:
                 return found
 
 

@@ -55,6 +55,21 @@ def test_every_two_way_split_of_a_stream_with_everything_in_it():
         assert parse(MIXED, [cut]) == whole, cut
 
 
+def test_memory_that_comes_later_changes_nothing():
+    whole = parse(MIXED)
+    for late in (1, 3):
+        for cut in [
+            *range(0, LONG + 40, 7),
+            *range(LONG + 40, LONG + 40_900, 4999),
+            *range(LONG + 40_900, len(MIXED), 7),
+        ]:
+            assert parse(MIXED, [cut], late=late) == whole, (late, cut)
+
+
+def test_memory_that_comes_neither_now_nor_later_refuses_the_request():
+    assert parse(MIXED, late=2, budget=1000) == parse(MIXED, budget=1000)
+
+
 def test_byte_by_byte():
     stream = MIXED.replace(bytes(range(256)) * 160, b"z" * 33_000).replace(b"$40960", b"$33000")
     assert parse(stream, list(range(1, len(stream)))) == parse(stream)

@@ -56,16 +56,21 @@ class TierPolicy:
     """
 
     open_s: float
+    """To open an object: a client waits for it."""
     put_s: float
-    """For the first byte; a large object gets more, see `put_bytes_per_s`."""
+    """To put one; a large one gets more, see `put_bytes_per_s`."""
     put_bytes_per_s: float
     """An object is given another second for each so many bytes."""
     delete_s: float
+    """To remove some objects."""
     scan_s: float
     """Until the next object of a listing."""
     clean_s: float
+    """For a whole cleaning."""
     start_s: float
+    """For `start`, which the start of the server waits for."""
     close_s: float
+    """For `aclose`, which its end waits for."""
     attempts: int
     """How often a call is tried, if it fails at once."""
     retry_s: float

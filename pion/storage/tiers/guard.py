@@ -36,7 +36,7 @@ logger = logging.getLogger("pion.tier")
 
 
 @attrs.frozen
-class TierStatistics:
+class GuardStatistics:
     """What INFO shows of a tier."""
 
     url: str
@@ -91,10 +91,10 @@ class GuardedTier(Tier):
         """The call that finds out whether the tier is back is under way."""
         self._error = ""
 
-    def statistics(self) -> TierStatistics:
+    def statistics(self) -> GuardStatistics:
         """The counters now."""
         paused_s = max(0.0, self._until - trio.current_time())
-        return TierStatistics(
+        return GuardStatistics(
             self.url, self.used_bytes, **attrs.asdict(self._counters), paused_s=paused_s, last_error=self._error
         )
 

@@ -150,6 +150,55 @@ async def test_a_listing_tells_when_an_object_was_put(tmp_path: Path) -> None:
         assert [found.modified_s async for found in tier.scan()] == [1_700_000_000.0]
 
 
+# Mappings.
+
+
+@pytest.mark.parametrize("nbytes", [0, 10_000])
+def test_a_mapping_is_read_as_long_as_anything_refers_to_it(nbytes: int, tmp_path: Path) -> None:
+    data = os.urandom(nbytes)
+    (tmp_path / "file").write_bytes(data)
+    mapping = RealTierDisk(str(tmp_path)).map("file")
+    view = mapping.view
+    (tmp_path / "file").unlink()
+    buffer = bytearray(nbytes)
+    mapping.read_into(0, memoryview(buffer))
+    with pytest.raises(OSError, match=f"the file ends at byte {nbytes}"):
+        mapping.read_into(nbytes, memoryview(bytearray(1)))
+    del mapping
+    assert bytes(view) == bytes(buffer) == data
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["kept", "removed"])
+@pytest.mark.parametrize("nbytes", [0, 10_000])
+def test_a_file_that_was_removed_is_closed_by_a_thread(
+    removed: bool, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last to close it frees its space, which takes its time. No descriptor is left."""
+    (tmp_path / "file").write_bytes(bytes(nbytes))
+    closed: dict[int, threading.Thread] = {}
+    close = os.close
+
+    def note(descriptor: int) -> None:
+        closed[descriptor] = threading.current_thread()
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", note)
+    mapping = RealTierDisk(str(tmp_path)).map("file")
+    descriptor = mapping._descriptor
+    if removed:
+        (tmp_path / "file").unlink()
+    view = mapping.view
+    del mapping
+    assert nbytes == 0 or not closed, "a view needs it"
+    del view
+    for thread in threading.enumerate():
+        if thread.name == "pion-tier-close":
+            thread.join()
+    assert (closed[descriptor] is threading.main_thread()) == (not removed)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 # Damage: fault classes 40, 41 and 44. tests/storage/tiers/test_tier_format.py flips every bit of a file.
 
 
