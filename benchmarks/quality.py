@@ -31,9 +31,9 @@ ALONE, UNIFORM = "fetched alone", "fp16"
 METHOD = (
     "SmolLM2-135M-Instruct, float32 (30 layers, 3 K/V heads of 64 values), its chat template; the system prompt is a "
     "source text of Python's library and is the stored prefix, the question stands behind it.",
-    "Formats: prefixes of different lengths. Each is computed once, stored AS fp32 once in every format through a real "
-    "server, and fetched AS fp32 into fresh caches. Errors are over all values of all layers and tokens; bytes are what "
-    "V.INFO reports, both sides and all layers.",
+    "Formats: prefixes of 64 to 512 tokens. Each is computed once, stored AS fp32 once in every format through a real "
+    "server, and fetched AS fp32 into fresh caches. Errors are over all values of all layers and tokens; bytes are "
+    "what V.INFO reports, both sides and all layers.",
     "The run that all are compared with is mlx-lm's generate_step on the computed cache. 'fp32, alone' is the same on "
     "what was fetched, and must be the same. The others continue together, as entries of one batch, because that "
     "takes a tenth of the time; fp32 is in it too and shows what computing in a batch changes by itself.",
@@ -47,7 +47,7 @@ METHOD = (
 
 def schema_name(fmt: str) -> str:
     """An arm with K in fp16, V in fp16 outside and in `fmt` inside."""
-    return f"fp16, {fmt} V inside"
+    return f"fp16, V {fmt} inside"
 
 
 def run(quick: bool) -> Report:

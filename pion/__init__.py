@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.config import VERSION, Config
-from pion.errors import CommandError, PionError
+from pion.errors import CommandError, PionError, StartupError
 from pion.hookspecs import hookimpl
 from pion.replies import NO_REPLY, OK, Blob, Buffer, ErrorReply, Map, Reply, Simple, Stream
 
@@ -17,11 +17,35 @@ if TYPE_CHECKING:
     from pion.context import Clock, Context, InfoSection, Services, Session
     from pion.storage.durable import Captured, Durable, Record
     from pion.storage.region import Region
+    from pion.storage.tiers.base import (
+        BytesMapping,
+        Cleaned,
+        Found,
+        OpenedObject,
+        Tier,
+        TierError,
+        TierMissError,
+        TierPolicy,
+        TierUnavailableError,
+        check_tier_key,
+    )
 
 __version__ = VERSION
 
 _FROM_CONTEXT = ("Clock", "Context", "InfoSection", "Services", "Session")
 _FROM_DURABLE = ("Captured", "Durable", "Record")
+_FROM_TIERS = (
+    "BytesMapping",
+    "Cleaned",
+    "Found",
+    "OpenedObject",
+    "Tier",
+    "TierError",
+    "TierMissError",
+    "TierPolicy",
+    "TierUnavailableError",
+    "check_tier_key",
+)
 
 
 def __getattr__(name: str) -> object:
@@ -34,6 +58,10 @@ def __getattr__(name: str) -> object:
         from pion.storage import durable
 
         return getattr(durable, name)
+    if name in _FROM_TIERS:
+        from pion.storage.tiers import base
+
+        return getattr(base, name)
     if name == "Region":
         from pion.storage.region import Region
 
@@ -48,7 +76,9 @@ __all__ = [
     "ArgType",
     "Blob",
     "Buffer",
+    "BytesMapping",
     "Captured",
+    "Cleaned",
     "Clock",
     "Command",
     "CommandError",
@@ -57,9 +87,11 @@ __all__ = [
     "Durable",
     "ErrorReply",
     "Flag",
+    "Found",
     "InfoSection",
     "KeySpec",
     "Map",
+    "OpenedObject",
     "PionError",
     "Record",
     "Region",
@@ -67,7 +99,14 @@ __all__ = [
     "Services",
     "Session",
     "Simple",
+    "StartupError",
     "Stream",
+    "Tier",
+    "TierError",
+    "TierMissError",
+    "TierPolicy",
+    "TierUnavailableError",
     "__version__",
+    "check_tier_key",
     "hookimpl",
 ]

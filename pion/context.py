@@ -137,7 +137,7 @@ class Services:
     disconnect: list[Callable[[Session], None]] = attrs.field(factory=list)
     """Called when a connection has closed; what `register_disconnect` returned."""
     refused: list[Callable[[Session, Sequence[Buffer]], None]] = attrs.field(factory=list)
-    """Called with the name and first argument of a request whose payload there was no memory to receive."""
+    """Called with the name and first argument, or all, of a request that was refused for want of memory."""
     draining: trio.Event = attrs.field(factory=trio.Event)
     """Set when the server stops: nothing new is accepted and nobody may go on waiting."""
     net: ConnectionTable | None = None

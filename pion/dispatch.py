@@ -129,6 +129,9 @@ class Dispatcher:
             counter.failed += 1
             self._monitor.count_error(error.code)
             reply = ErrorReply(error.code, str(error))
+            if entry.needs_memory and isinstance(error, OutOfMemoryError):
+                for callback in context.services.refused:
+                    callback(context.session, argv)
         except Exception:
             counter.failed += 1
             self._monitor.count_error("ERR")

@@ -41,6 +41,11 @@ FINDINGS = {
     ],
     "restart": [f"process start to first answer, 0.1 GiB, {files}" for files in ("snapshot", "log")],
     "pause": ["PING p99 during a snapshot", "anonymous memory during a snapshot"],
+    "quality": [
+        "fp32, alone: tokens that agree, 2 x 8",
+        "bf16: tokens that agree, 2 x 8",
+        "first token after 64 tokens: fp16",
+    ],
 }
 
 

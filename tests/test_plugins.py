@@ -468,6 +468,38 @@ async def test_wrong_families_refuse_the_start(
     assert not (tmp_path / "data").exists()
 
 
+TIER = """
+import pion
+from pion.testing.tiers import MemoryTier
+
+
+@pion.hookimpl
+def register_tiers(services):
+    services.state["asked"] = True
+    return {"mem": MemoryTier}
+"""
+
+
+def test_hook_register_tiers(folder: Folder) -> None:
+    """It is asked if there is a tier, and what it returns makes the tier of that scheme."""
+    folder.add("scratch", TIER)
+    config = folder.config("scratch")
+    assert "asked" not in make_harness(config).services.state
+    services = make_harness(attrs.evolve(config, tier_dir="mem://here", max_bytes=1 << 30)).services
+    assert services.state["asked"]
+    assert services.tiering is not None
+    assert services.tiering.tier.url == "mem://here"
+    with pytest.raises(StartupError, match=r"there is no tier for mum://; a path, or one of: file://, mem://"):
+        make_harness(attrs.evolve(config, tier_dir="mum://here", max_bytes=1 << 30))
+
+
+def test_hook_register_tiers_with_a_scheme_that_two_have(folder: Folder) -> None:
+    folder.add("scratch", TIER)
+    folder.add("twin", TIER)
+    with pytest.raises(PluginError, match="tiers of mem:// are in plugin scratch and in plugin twin"):
+        make_harness(attrs.evolve(folder.config("scratch,twin"), tier_dir="mem://here", max_bytes=1 << 30))
+
+
 async def test_hook_register_services(life: Config) -> None:
     """The service runs before the first connection and until after the last."""
     events = await one_life(life)

@@ -53,11 +53,10 @@ class Job:
 
 def formats(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Every prompt once from what was computed, and from what was stored in each format."""
+    from benchmarks._lib import restoring
     from pion.client import PionClient
     from pion_vllm_mlx.prefix_key import Layout
     from pion_vllm_mlx.slots import probe
-
-    from benchmarks._lib import restoring
 
     encode = _encoder(tokenizer)
     slots = probe(model)
@@ -98,9 +97,8 @@ def formats(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
 
 def schemas(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Answers to questions about prefixes that another client stored, whole and with a schema, and without a store."""
-    from pion.client import PionClient
-
     from benchmarks._lib import restoring
+    from pion.client import PionClient
 
     encode = _encoder(tokenizer)
     arms = ("cold", *job.schemas)

@@ -14,7 +14,7 @@ import attrs
 
 from pion.storage.ledger import Memory, Raw
 from pion.storage.schema import Schema
-from pion.storage.tiers.tier_format import PlacedRun
+from pion.storage.tiers.runs import PlacedRun
 
 
 class Reason(enum.Enum):

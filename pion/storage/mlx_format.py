@@ -164,7 +164,8 @@ class MlxFormat(Format):
         scale = np.where(from_low, scale, -scale)
         steps = np.rint(edge / scale)
         off_zero = steps != 0
-        scale = np.divide(edge, steps, out=scale, where=off_zero)
+        # Infinite when all values of the group are one huge number: any scale will do then.
+        scale = np.divide(edge, steps, out=scale, where=off_zero & np.isfinite(steps))
         bias = np.where(off_zero, edge, np.float32(0))
 
         packed, width = dim * self.bits // 8, dim // self.group * kind.nbytes

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pion.storage.ledger import Ledger, Memory
 from pion.storage.region import MappedMemory, Region
 from pion.storage.tiers.base import OpenedObject, TierUnavailableError
-from pion.storage.tiers.tier_format import PlacedRun
+from pion.storage.tiers.runs import PlacedRun
 
 if TYPE_CHECKING:
     from pion.storage.unit import Unit

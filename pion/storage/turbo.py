@@ -106,12 +106,16 @@ class Turbo(Format):
         groups, scratch = columns.reshape(-1, GROUP, len(values)), work.reshape(-1, GROUP, len(values))
         np.multiply(groups, groups, out=scratch)
         scale = np.sqrt(_sum(scratch) / np.float32(GROUP))
+        if not scale.max() <= 2 * FP16_MAX:  # then the one with the least error isn't below a half of it
+            raise self._too_large(magnitude)
         cells, codes = np.empty(columns.shape, np.intp), np.empty(columns.shape, np.uint8)
         for _ in range(_ROUNDS):
             per_cell = np.divide(_CELLS_PER_UNIT, scale, out=np.zeros_like(scale), where=scale > 0)
             np.multiply(groups, per_cell[:, None], out=scratch)
             np.add(work, np.float32(_CELLS // 2), out=work)
-            np.clip(work, 0, _CELLS - 1, out=work)
+            # Not clip, which keeps a NaN (0 times an infinite `per_cell`): as an index it is far below zero.
+            np.fmax(work, 0, out=work)
+            np.fmin(work, _CELLS - 1, out=work)
             np.copyto(cells, work, casting="unsafe")
             np.take(self._cell_codes, cells, out=codes, mode="wrap")
             np.copyto(cells, codes)
@@ -120,8 +124,11 @@ class Turbo(Format):
             scratch *= scratch
             scale = products / _sum(scratch)
         if not scale.max() <= FP16_MAX:
-            raise CommandError(f"{self.name} can't hold {magnitude:.9g} here: a scale would be over {FP16_MAX:.9g}")
+            raise self._too_large(magnitude)
         return codes.T.reshape(-1), fp32_to_fp16(scale.T.reshape(-1))
+
+    def _too_large(self, magnitude: np.float32) -> CommandError:
+        return CommandError(f"{self.name} can't hold {magnitude:.9g} here: a scale would be over {FP16_MAX:.9g}")
 
     def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
         """See `Format`. Any bytes will do; a scale that isn't finite makes the values of its block so."""

@@ -28,7 +28,7 @@ from pion.storage.changes import (
 )
 from pion.storage.ledger import Memory, Raw
 from pion.storage.schema import Schema
-from pion.storage.tiers.tier_format import PlacedRun
+from pion.storage.tiers.runs import PlacedRun
 
 _U32: Final = struct.Struct("<I")
 _STORE: Final = struct.Struct("<III")

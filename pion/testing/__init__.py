@@ -2,6 +2,7 @@
 
 `Harness` calls commands without a socket; `running_server` runs a server inside the test's nursery; `ServerProcess`
 starts a real `pion-server` process. `MemoryDisk` stands for the data directory: it fails, tears and forgets on demand.
+`MemoryTier` and `FlakyTier` stand for a tier; `pion.testing.tier_conformance` tests one, see the how-to "Write a tier".
 """
 
 from pion.testing.disk import (
@@ -20,13 +21,17 @@ from pion.testing.harness import (
     make_services,
     running_server,
 )
+from pion.testing.tiers import FlakyTier, MemoryTier, MemoryTierDisk
 
 __all__ = [
     "FakeClock",
     "Fault",
     "FaultPlan",
+    "FlakyTier",
     "Harness",
     "MemoryDisk",
+    "MemoryTier",
+    "MemoryTierDisk",
     "Operation",
     "ProcessDied",
     "ServerProcess",

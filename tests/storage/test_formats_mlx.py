@@ -336,6 +336,9 @@ def test_constant_groups_are_met_exactly(fmt):
     values = np.array([0.5, -3.0, 1024.0, -0.0625], np.float32)
     rows = np.repeat(values, 128).reshape(4, 128)
     np.testing.assert_array_equal(checked(fmt, rows), rows)
+    if ":" in fmt.name:  # beyond fp16
+        rows[:2], rows[2:] = np.float32(2.0**120), np.float32(-(2.0**127))
+        np.testing.assert_array_equal(checked(fmt, rows), rows)
 
 
 @named(FAMILY)

@@ -161,7 +161,7 @@ def test_the_worst_rows_up_to_10000(fmt, dim):
     rows = (10000 * np.sign(rotation(dim))[[0, 1, dim - 1]]).astype(np.float32)
     decoded = decode(fmt, fmt.encode(rows), dim)
     assert np.isfinite(decoded).all()
-    assert np.abs(decoded - rows).max() <= 10000
+    assert ((decoded.astype(np.float64) - rows) ** 2).sum() <= 0.2 * (rows.astype(np.float64) ** 2).sum()
 
 
 @each
@@ -175,8 +175,7 @@ def test_zero_rows_are_zero(fmt):
 
 @each
 def test_the_smallest_values_are_zero_and_harm_no_others(fmt):
-    rows = np.full((1, 64), 1e-12, np.float32)
-    rows[0, 40] = 1e-45
+    rows = np.array([[1e-12] * 64, [1e-30] * 64, [0] * 40 + [1e-45] + [0] * 23, [1e-23] * 64], np.float32)
     assert np.abs(decode(fmt, fmt.encode(rows), 64)).max() <= 1e-7
 
 

@@ -52,7 +52,10 @@ class RealTierDisk(RealDisk):
 
     def hold(self) -> None:
         """See `TierDisk`."""
+        made = [path for path in (self._directory, *self._directory.parents) if not path.exists()]
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in made:  # objects are durable only if the directory is
+            RealDisk(path.parent).sync_directory(path.name)
         self._lock = DirectoryLock(self._directory / LOCK_NAME)
 
     def release(self) -> None:

@@ -23,8 +23,8 @@ from pion.config import KIB
 from pion.replies import Buffer
 from pion.storage import disk
 from pion.storage.records import digest_parts
-from pion.storage.region import Region
 from pion.storage.tiers.base import TierMissError, check_tier_key
+from pion.storage.tiers.runs import PlacedRun
 
 MAGIC: Final = b"PIONTIER"
 VERSION: Final = 1
@@ -60,32 +60,6 @@ class RowRun:
     count: int
     parts: Sequence[Buffer] = attrs.field(repr=False)
     """The rows behind one another; all rows of a run have the same length."""
-
-
-@attrs.frozen
-class PlacedRun:
-    """Adjacent rows in a file."""
-
-    side: int
-    layer: int
-    start: int
-    count: int
-    offset: int
-    """Where they begin in the file."""
-    nbytes: int
-    seed: int
-    """A hash of all of the above under the file's salt: so the checksum vouches for the place, too."""
-    checksum: int
-    """XXH3-64 of the rows, under the seed."""
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Side, layer, first row, rows, bytes: what can be told without the file."""
-        return self.side, self.layer, self.start, self.count, self.nbytes
-
-    def region(self, mapping: disk.Mapping) -> Region:
-        """The rows in a mapped file, not read yet."""
-        return Region(mapping, self.offset, self.nbytes, self.checksum, self.seed)
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""An example plugin: a few commands, a background service, an INFO section, its own state, and state that is durable.
+"""An example plugin: commands, a background service, an INFO section, its own state, durable state, and a tier.
 
 Everything here goes through the public API (`import pion`). Handlers first, the table of commands after them, the hooks
 last; that is the order of Pion's own families too.
@@ -7,12 +7,13 @@ last; that is the order of Pion's own families too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import attrs
 import trio
 
 import pion
+from pion_example.sqlite_tier import SqliteTier
 
 PLUGIN = "example"
 
@@ -203,6 +204,12 @@ def startup(services: pion.Services) -> None:
 def register_durable(services: pion.Services) -> Sequence[pion.Durable]:
     """The notes; they are replayed before the server listens."""
     return (state_of(services).notes,)
+
+
+@pion.hookimpl
+def register_tiers() -> Mapping[str, Callable[[str], pion.Tier]]:
+    """A tier in an SQLite database, for `--tier-dir sqlite:///path`."""
+    return {"sqlite": SqliteTier}
 
 
 @pion.hookimpl

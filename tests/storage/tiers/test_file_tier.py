@@ -78,6 +78,23 @@ async def test_what_is_no_directory_refuses_the_start(tmp_path: Path) -> None:
             await FileTier(RealTierDisk(str(tmp_path / path)), f"file://{tmp_path / path}").start()
 
 
+async def test_a_new_directory_is_durable_before_anything_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    flush = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    for expected in ([tmp_path / "a", tmp_path], []):
+        async with running(FileTier(RealTierDisk(str(tmp_path / "a" / "tier")))):
+            assert flushed == [path.stat().st_ino for path in expected]
+        flushed.clear()
+
+
 class NotListed(MemoryTierDisk):
     def entries(self) -> Iterator[FileInfo]:
         raise AssertionError("a start must not list what is there")
