@@ -38,7 +38,8 @@ METHOD = (
     "what was fetched, and must be the same. The others continue together, as entries of one batch, because that "
     "takes a tenth of the time; fp32 is in it too and shows what computing in a batch changes by itself.",
     "A token agrees when it is the same at the same place; after the first difference two answers go their own ways. "
-    "BLEU is sacrebleu's corpus BLEU of the decoded answers, one reference each.",
+    "So there are also the choices that agree: the most likely next token at each place of the computed answer, that "
+    "answer being the text so far for every format. BLEU is sacrebleu's corpus BLEU of the decoded answers.",
     "Schemas: one PionPromptCache stores, another one of the same settings fetches (get_or_prefill) and answers; "
     "nothing is kept in between. Cold computes the prefix each time. The order of the arms turns with each question. "
     "First token: from having the token ids, evaluating the question included. Decoding: the tokens behind it.",
@@ -83,7 +84,8 @@ def _known(report: Report, name: str) -> bool:
     try:
         get_format(name.encode())
     except CommandError as error:
-        report.missing.append(str(error))
+        if str(error) not in report.missing:
+            report.missing.append(str(error))
         return False
     return True
 
@@ -108,6 +110,7 @@ def _report_formats(report: Report, job: Job, found: dict[str, Any]) -> None:
             report.figure(f"mean absolute error of {side}", arm, "", error)
         report.figure("first tokens that agree", arm, "%", agreement.same_first_percent(wanted, tokens[arm]))
         report.figure("tokens that agree", arm, "%", agreement.same_percent(wanted, tokens[arm]))
+        report.figure("choices that agree", arm, "%", agreement.same_percent(wanted, found["chosen"][arm]))
         report.samples(
             "tokens before the first difference", arm, "tokens", agreement.common_tokens(wanted, tokens[arm])
         )

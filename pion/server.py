@@ -275,6 +275,8 @@ class _Supervisor:
         try:
             await run(task_status=status)
         except Exception as error:
+            if isinstance(error, StartupError) and not status.is_started:
+                raise  # something that the operator must change
             logger.exception("plugin %s: service failed", name)
             failure = PluginError(f"plugin {name}: service failed: {error!r}")
             failure.__cause__ = error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from benchmarks import quality
-from benchmarks._lib import agreement
+from benchmarks._lib import agreement, fidelity
 from benchmarks._lib.report import Report
 from pion.storage.formats import known_formats
+from pion_vllm_mlx.prefill import prefill
+from pion_vllm_mlx.testing import greedy, make_tiny_model, random_tokens
 
 VALUES = st.floats(-1e4, 1e4, width=32)
 
@@ -85,3 +89,26 @@ def test_every_format_that_has_a_name_of_its_own_is_compared():
     assert [name for name in (*quality.FORMATS, "fp5") if not quality._known(report, name)] == ["fp5"]
     assert len(report.missing) == 1
     assert "fp5" in report.missing[0]
+
+
+def test_answers_of_a_batch_are_those_of_each_prefix_alone():
+    model, rest = make_tiny_model(tie_word_embeddings=False), random_tokens(7)
+    heads, wanted, batch = 2, [], []
+    for seed in (1, 2, 3):
+        caches = prefill(model, random_tokens(40, seed))
+        held = [array[..., :40, :] for cache in caches for array in (cache.keys, cache.values)]
+        batch.append([fidelity._rows(mx.contiguous(array)) for array in held])
+        wanted.append(greedy(model, caches, rest, 12))
+    assert len({tuple(answer) for answer in wanted}) == 3, "three prefixes that are answered alike would prove nothing"
+
+    caches = fidelity._caches(batch, heads)
+    assert [cache.offset for cache in caches] == [40, 40]
+    found = fidelity._greedy_batch(model, rest, caches, 12)
+    assert found == wanted
+    # What an entry chooses behind its own answer is that answer; behind another's it need not be.
+    choices = fidelity._choices(model, wanted[0], found, caches)
+    assert choices[0] == wanted[0]
+    assert all(choice[0] == answer[0] for choice, answer in zip(choices, wanted, strict=True))
+    alone = prefill(model, random_tokens(40, 2))
+    behind = [greedy(model, deepcopy(alone), rest + wanted[0][:place], 1)[0] for place in range(12)]
+    assert choices[1] == behind

@@ -64,6 +64,7 @@ def formats(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
     keys, values = ({arm: MeanAbsolute() for arm in runs} for _ in "kv")
     nbytes = dict.fromkeys(runs, 0)
     tokens: dict[str, list[list[int]]] = {arm: [] for arm in ("computed", "fetched alone", *runs)}
+    chosen: dict[str, list[list[int]]] = {arm: [] for arm in runs}
     total = 0
     lengths = prompts.lengths(job.prompts, job.longest)
     with PionClient(port=job.pion_port) as client:
@@ -83,11 +84,15 @@ def formats(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
             tokens["computed"].append(restoring.greedy(model, rest, computed, job.tokens))
             alone = _caches([found["fp32"]], heads)
             tokens["fetched alone"].append(restoring.greedy(model, rest, alone, job.tokens))
-            batch = _greedy_batch(model, rest, _caches(list(found.values()), heads), job.tokens)
-            for arm, each in zip(found, batch, strict=True):
+            caches = _caches(list(found.values()), heads)
+            batch = _greedy_batch(model, rest, caches, job.tokens)
+            choices = _choices(model, tokens["computed"][-1], batch, caches)
+            for arm, each, choice in zip(found, batch, choices, strict=True):
                 tokens[arm].append(each)
+                chosen[arm].append(choice)
     return {
         "tokens": tokens,
+        "chosen": chosen,
         "texts": {arm: [tokenizer.decode(each) for each in answers] for arm, answers in tokens.items()},
         "errors": {arm: [keys[arm].error, values[arm].error] for arm in runs},
         "sizes": [keys["fp32"].size, values["fp32"].size],
@@ -216,6 +221,17 @@ def _greedy_batch(model: Any, ids: list[int], caches: list[Any], count: int) -> 
         mx.eval(token)
         taken.append(token[:, 0].tolist())
     return [list(answer) for answer in zip(*taken, strict=True)]
+
+
+def _choices(model: Any, wanted: list[int], batch: list[list[int]], caches: list[Any]) -> list[list[int]]:
+    """The token that each entry finds most likely at each place behind the wanted ones; ends what `caches` hold."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import trim_prompt_cache
+
+    trim_prompt_cache(caches, len(wanted) - 1)  # the last token of an answer was never evaluated
+    chosen = mx.argmax(model(mx.array([wanted[:-1]] * len(batch)), cache=caches), axis=-1)
+    mx.eval(chosen)
+    return [answer[:1] + choice for answer, choice in zip(batch, chosen.tolist(), strict=True)]
 
 
 def _timed_answer(model: Any, ids: list[int], make: Callable[[], Any], count: int) -> tuple[list[int], float, float]:

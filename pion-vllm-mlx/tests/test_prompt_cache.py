@@ -311,7 +311,10 @@ def test_fp16_halves_the_bytes_and_stays_close(connect, model):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("vquant", ["native", "fp32", "fp16", "bf16", "int8", "mlx4g32"])
+@pytest.mark.parametrize(
+    "vquant",
+    ["native", "fp32", "fp16", "bf16", "fp8", "int8", "turbo4", "turbo3", "turbo2", "mlx4g32", "mlx8g32:bf16"],
+)
 def test_every_format_for_every_element_type(connect, dtype, vquant):
     model = make_tiny_model(dtype=dtype)
     ids = random_tokens(33, seed=910)
@@ -319,7 +322,8 @@ def test_every_format_for_every_element_type(connect, dtype, vquant):
     reader = connect(model, vquant=vquant)
     fetched = reader.get_or_prefill(ids)
     assert reader.stats()["hits"] == 1
-    tolerance = {"int8": 0.02, "mlx4g32": 0.2}.get(vquant, 0.01)
+    tolerance = {"int8": 0.02, "mlx4g32": 0.2, "fp8": 0.07, "turbo4": 0.25, "turbo3": 0.5, "turbo2": 0.9}
+    tolerance = tolerance.get(vquant, 0.01 if vquant != "mlx8g32:bf16" else 0.02)
     for a, b in zip(exact, fetched, strict=True):
         assert b.keys.dtype == b.values.dtype == dtype
         for x, y in ((a.keys, b.keys), (a.values, b.values)):
@@ -336,13 +340,15 @@ def test_formats_do_not_share_names(connect):
     assert connect(model, vquant="fp32").namespace(ids) == connect(model).namespace(ids)
 
 
-def test_boundary_protection(connect, client):
+@pytest.mark.parametrize("vquant", ["int8", "fp8", "turbo4"])
+def test_boundary_protection(connect, client, vquant):
     model = make_tiny_model(num_hidden_layers=6)
     ids = random_tokens(48, seed=930)
-    options = {"vquant": "int8", "boundary_protect": 2}
-    exact, fetched = (connect(model, **options).get_or_prefill(ids, "bp") for _ in range(2))
-    schemas = [client.v_info(side).schema for side in ("bp_pk", "bp_pv")]
-    assert schemas == ["fp16@32*6", "fp16@32*2,int8@32*2,fp16@32*2"]
+    options = {"vquant": vquant, "boundary_protect": 2}
+    name = f"bp {vquant}"
+    exact, fetched = (connect(model, **options).get_or_prefill(ids, name) for _ in range(2))
+    schemas = [client.v_info(f"{name}{side}").schema for side in ("_pk", "_pv")]
+    assert schemas == ["fp16@32*6", f"fp16@32*2,{vquant}@32*2,fp16@32*2"]
     for layer, (a, b) in enumerate(zip(exact, fetched, strict=True)):
         half = a.values[..., :48, :].astype(mx.float16).astype(mx.float32)
         assert mx.array_equal(b.values[..., :48, :], half) == (layer not in (2, 3))

@@ -27,6 +27,7 @@ from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Map, Reply, Stream
 from pion.storage import reading
 from pion.storage.reading import FETCH_PARTS_MAX
+from pion.storage.room import side_bytes
 from pion.storage.unit import SIDES, SUFFIXES, Unit
 
 
@@ -113,12 +114,21 @@ async def info(context: Context, argv: list[Buffer]) -> Reply:
             ("layers", sum(1 for layer in layers if layer.count)),
             ("rows", sum(layer.count for layer in layers)),
             ("bytes", sum(layer.count * layer.row_bytes for layer in layers)),
+            ("memory", side_bytes(unit, side)),
+            ("place", _place(unit)),
             ("prefix", None if unit.lone else unit.name),
             ("registered", int(unit.registered)),
             ("state", state),
             ("pinned", int(unit.pinned)),
         ]
     )
+
+
+def _place(unit: Unit) -> str:
+    """Where the rows of a unit are."""
+    if unit.placed:
+        return "tier" if unit.in_files else "memory and tier"
+    return "files" if unit.in_files else "memory"
 
 
 async def list_sessions(context: Context, argv: list[Buffer]) -> Reply:
@@ -200,9 +210,10 @@ COMMANDS: Final = (
         flags=Flag.READONLY | Flag.FAST,
         keys=ONE_KEY,
         args=(SID,),
-        reply="map: sid, format and dim of layer 0, schema, rotation (its version, with turbo), layers, rows, bytes, "
-        "prefix, registered, state, pinned",
-        complexity="O(layers)",
+        reply="map: sid, format and dim of layer 0, schema, rotation (its version, with turbo), layers, rows, bytes of "
+        "the rows, memory charged for them, place (memory, files, tier, memory and tier), prefix, registered, state, "
+        "pinned",
+        complexity="O(blocks)",
         group="vstore",
         examples=("V.INFO notes",),
         errors=(NO_SESSION,),

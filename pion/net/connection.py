@@ -406,15 +406,16 @@ class Connection:
         Cancellation: nothing is reserved.
         """
         await self._flush()
-        await self._services.budget.wait(self._parser.awaited)
+        await self._services.budget.wait(self._parser.awaited, self.reserved_bytes)
         self._waited = True
         self._parser.resume()
         self._waited = False
 
     def _allocate(self, nbytes: int) -> memoryview | None:
         self._table.payload_announced()
-        fits = self._services.budget.take(nbytes)
-        if fits is None and not self._waited:
+        budget = self._services.budget
+        fits = budget.take_now(nbytes) if self._waited else budget.take(nbytes, self.reserved_bytes)
+        if fits is None:
             return LATER
         if not fits or not self._reserve(nbytes):
             return None

@@ -15,9 +15,7 @@ CODES: Final = 8
 """Codes in a word; their number must be divisible by it."""
 
 _PARTS: Final[dict[int, tuple[type[np.unsignedinteger], int]]] = {
-    2: (np.uint16, 1),
     3: (np.uint8, 3),
-    4: (np.uint32, 1),
     6: (np.uint16, 3),
 }
 """Bits of a code -> eight of them, packed, as so many units of a type."""
@@ -30,6 +28,9 @@ def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """
     if bits == 8:
         return codes
+    if bits in (2, 4):  # in fewer steps: pairs of codes are codes of twice the bits, at last bytes
+        codes = codes if bits == 4 else _joined(codes, 2)
+        return _joined(codes, 4)
     words = codes.view(np.uint64)
     scratch = np.empty_like(words)
     for width in (bits, 2 * bits, 4 * bits):
@@ -54,6 +55,9 @@ def unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """What `pack` made, contiguous and flat, to flat codes. `bits` 2, 3, 4, 6 or 8; for 8 it is `packed` itself."""
     if bits == 8:
         return packed
+    if bits in (2, 4):
+        codes = _parted(packed, 4)
+        return codes if bits == 4 else _parted(codes, 2)
     unit, parts = _PARTS[bits]
     source = packed.view(unit).reshape(-1, parts)
     words = np.zeros(len(source), np.uint64)
@@ -72,6 +76,22 @@ def unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
             np.bitwise_or(words, scratch, out=words)
             np.bitwise_and(words, _mask(width, lane), out=words)
     return words.view(np.uint8)
+
+
+def _joined(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Pairs of codes of 2 or 4 bits as bytes; the lower code is the lower one."""
+    pairs = codes.view(np.uint16)
+    result = pairs >> 8 - bits
+    result |= pairs
+    return result.astype(np.uint8)
+
+
+def _parted(pairs: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """The inverse of `_joined`."""
+    result = pairs.astype(np.uint16)
+    result |= result << 8 - bits
+    result &= ((1 << bits) - 1) * 0x0101
+    return result.view(np.uint8)
 
 
 def _mask(width: int, lane: int) -> np.uint64:

@@ -7,7 +7,8 @@ whoever is about to need memory (a payload that was announced, a small write) wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import trio
@@ -27,6 +28,9 @@ CROWDED_SHARE: Final = 0.97
 SENDING_SHARE: Final = 0.125
 """Of the byte budget: what replies alone may hold while others wait for memory."""
 
+COMMAND_BYTES: Final = 4096
+"""What a command takes beside its payload, at most: waiting for a payload alone would end in an eviction after all."""
+
 WAIT_S: Final = 10.0
 """Longest wait: by then a tier that works has written gigabytes. What is not written then is dropped."""
 
@@ -44,6 +48,8 @@ class Budget:
         """Whether a tier is about to take rows out of memory."""
         self.cut_readers: Callable[[int], None] = lambda allowed: None
         """Disconnects the slowest readers until replies alone hold no more than so many bytes, or will soon."""
+        self.asked_bytes = 0
+        """What those who wait now want to have."""
         self.waits = 0
         """How often somebody had to wait."""
 
@@ -54,26 +60,27 @@ class Budget:
 
     @property
     def crowded(self) -> bool:
-        """Whether a small write should wait first."""
+        """Whether a write should wait first."""
         store, limit = self._store, self._store.config.max_bytes
-        if not limit or store.ledger.charged_bytes + store.in_flight() <= CROWDED_SHARE * limit:
+        # A payload may be stored in a longer format; if not, it is counted twice until its reply is sent.
+        if not limit or store.ledger.charged_bytes + 2 * store.in_flight() <= CROWDED_SHARE * limit:
             return False
-        return self.tier_helps() or store.ledger.sending_bytes > SENDING_SHARE * limit
+        return self.tier_helps() or self._too_much_is_sent
 
-    def take(self, nbytes: int) -> bool | None:
-        """Make room for `nbytes` beside all that is being received.
+    def take(self, nbytes: int, held: int = 0) -> bool | None:
+        """Make room for `nbytes` beside all that is being received, of which who asks holds `held` bytes itself.
 
         False: it can't be; None: it may be, a little later.
         """
         store, limit = self._store, self._store.config.max_bytes
         wanted = nbytes + store.in_flight()
-        if store.over(wanted) <= 0:
+        if store.over(wanted + COMMAND_BYTES) <= 0:
             return True
         if nbytes > limit:
             return False
-        if store.ledger.sending_bytes > SENDING_SHARE * limit:
+        if self._too_much_is_sent:
             self.cut_readers(int(SENDING_SHARE * limit))
-        if store.relieve(wanted):
+        if store.relieve(wanted + COMMAND_BYTES):
             return True
         if self.tier_helps():
             return None
@@ -82,7 +89,11 @@ class Budget:
         if store.ledger.sending_bytes:
             self.cut_readers(max(0, store.ledger.sending_bytes - store.over(wanted)))
             return None
-        return None if store.in_flight() else False
+        return None if store.in_flight() > held else False
+
+    def take_now(self, nbytes: int) -> bool:
+        """As `take`, for who has waited: by eviction, if nothing else was of use."""
+        return self._store.squeeze(nbytes + self._store.in_flight())
 
     async def admit(self, nbytes: int) -> None:
         """Before a change that takes up to `nbytes`: until memory and disk have room for it. Raises OutOfMemoryError.
@@ -90,24 +101,52 @@ class Budget:
         Cancellation: nothing happened, but what was evicted stays so.
         """
         if self.crowded:
-            await self.wait(0)
+            await self._wait_for_others(nbytes)
         if self._store.config.max_disk_bytes and not await self.disk.fit(nbytes):
             raise OutOfMemoryError(
                 f"{self.disk.used_bytes} of {self._store.config.max_disk_bytes} bytes on disk are in use "
                 f"(--max-disk-bytes), {nbytes} more are needed, and nothing may be evicted for them"
             )
 
-    async def wait(self, nbytes: int) -> bool:
-        """Until there is room for `nbytes`; False if there will not be.
+    async def wait(self, nbytes: int, held: int = 0) -> bool:
+        """Until there is room for `nbytes`, beside `held` that who waits has already; False if there will not be.
 
         Cancellation: nothing is reserved; what was evicted stays so.
         """
         self.waits += 1
         give_up_s = trio.current_time() + WAIT_S
-        while True:
-            found = self.take(nbytes)
-            if found is not None:
-                return found
-            if trio.current_time() >= give_up_s:
-                return self._store.squeeze(nbytes + self._store.in_flight())
-            await trio.sleep(LOOK_AGAIN_S)
+        with self._asking(nbytes):
+            while True:
+                found = self.take(nbytes, held)
+                if found is not None:
+                    return found
+                if trio.current_time() >= give_up_s:
+                    return self.take_now(nbytes)
+                await trio.sleep(LOOK_AGAIN_S)
+
+    @property
+    def _too_much_is_sent(self) -> bool:
+        return self._store.ledger.sending_bytes > SENDING_SHARE * self._store.config.max_bytes
+
+    async def _wait_for_others(self, nbytes: int) -> None:
+        """While the tier or the end of slow readers makes room; without that the change itself does."""
+        store = self._store
+        give_up_s = trio.current_time() + WAIT_S
+        with self._asking(nbytes):
+            while store.over(wanted := nbytes + store.in_flight() + COMMAND_BYTES) > 0:
+                if self._too_much_is_sent:
+                    self.cut_readers(int(SENDING_SHARE * store.config.max_bytes))
+                if store.relieve(wanted) or not (self.tier_helps() or self._too_much_is_sent):
+                    return
+                if trio.current_time() >= give_up_s:
+                    return
+                self.waits += 1
+                await trio.sleep(LOOK_AGAIN_S)
+
+    @contextmanager
+    def _asking(self, nbytes: int) -> Iterator[None]:
+        self.asked_bytes += nbytes
+        try:
+            yield
+        finally:
+            self.asked_bytes -= nbytes

@@ -4,7 +4,7 @@ e4m3fn has a sign, four bits of exponent with bias 7 and three of mantissa. It h
 steps of 2**-9 below 2**-6. A code stands for its value times the scale, exactly, in fp32.
 
 Where in a binade the largest value of a group lands decides how its values round, by up to a fifth of the error. So the
-scale is the better of two: largest value at 256, or at 288. On N(0, 1) that makes the relative error 2.16 %; one scale
+scale is the better of two: largest value at 256, or at 288. On N(0, 1) that makes the relative error 2.15 %; one scale
 alone gives 2.33 %, the usual one (largest value at 448) 2.40 %.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pion.replies import Buffer
 from pion.storage.floats import FP16_MAX, fp16_to_fp32, fp32_to_fp16
-from pion.storage.quantize import GROUP, blocks, check_range, fold
+from pion.storage.quantize import GROUP, block_values, blocks, check_range, fold
 from pion.storage.stored_format import Format
 
 E4M3_MAX: Final = 448.0
@@ -52,36 +52,45 @@ class Fp8(Format):
         """
         count, dim = rows.shape
         out = np.empty((count, self.row_bytes(dim)), np.uint8)
+        scratch = np.empty((4, block_values(count, dim)), np.float32)
         with np.errstate(all="ignore"):
             for block in blocks(count, dim):
-                codes, scales = _encode_block(self.name, rows[block].reshape(-1))
+                values = rows[block].reshape(-1)
+                codes, scales = _encode_block(self.name, values, scratch[:, : values.size])
                 out[block, :dim] = codes.reshape(-1, dim)
-                out[block, dim:] = scales.view(np.uint8).reshape(len(codes) // dim, -1)
+                out[block, dim:] = scales.view(np.uint8).reshape(-1, dim // GROUP * 2)
         return out.reshape(-1)
 
     def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
         """See `Format`. Any bytes will do; a code or a scale that is NaN gives NaN."""
         rows = np.frombuffer(raw, np.uint8).reshape(count, self.row_bytes(dim))
         out = np.empty((count, dim), np.float32)
+        indices = np.empty(block_values(count, dim), np.intp)
         with np.errstate(all="ignore"):
             for block in blocks(count, dim):
-                np.take(_VALUES, rows[block, :dim], out=out[block], mode="wrap")
+                values = out[block]
+                codes = indices[: values.size].reshape(values.shape)
+                np.copyto(codes, rows[block, :dim])
+                np.take(_VALUES, codes, out=values, mode="wrap")
                 scales = fp16_to_fp32(rows[block, dim:].reshape(-1).view(np.float16))
-                np.multiply(out[block].reshape(-1), np.repeat(scales, GROUP), out=out[block].reshape(-1))
+                groups = values.reshape(-1, GROUP)
+                np.multiply(groups, scales[:, None], out=groups)
         return out
 
 
-def _encode_block(name: str, values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Flat values to codes and scales."""
-    magnitudes = np.abs(values)
-    largest = fold(np.maximum, magnitudes, GROUP)
+def _encode_block(
+    name: str, values: NDArray[np.float32], scratch: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """Flat values to codes and scales. `scratch` is four rows as long."""
+    magnitudes, work, rounder, halves = scratch
+    np.abs(values, out=magnitudes)
+    largest = fold(np.maximum, magnitudes, GROUP, halves).copy()
     check_range(name, largest, FP8_MAX)
-    work, rounder = np.empty_like(magnitudes), np.empty_like(magnitudes)
     scales = _scale(largest, _TARGETS[0])
-    least_error = _error(magnitudes, scales, work, rounder)
+    least_error = _error(magnitudes, scales, work, rounder, halves)
     for target in _TARGETS[1:]:
         other = _scale(largest, target)
-        error = _error(magnitudes, other, work, rounder)
+        error = _error(magnitudes, other, work, rounder, halves)
         scales = np.where(error < least_error, other, scales)
         least_error = np.minimum(error, least_error)
 
@@ -118,7 +127,7 @@ def _scaled(magnitudes: NDArray[np.float32], scales: NDArray[np.float16], out: N
     """Magnitudes over their scales; scale 0 stands for 1, since only a zero group has it."""
     divisor = fp16_to_fp32(scales)
     divisor[divisor == 0] = 1
-    np.divide(magnitudes, np.repeat(divisor, GROUP), out=out)
+    np.divide(magnitudes.reshape(-1, GROUP), divisor[:, None], out=out.reshape(-1, GROUP))
 
 
 def _exponents(values: NDArray[np.float32], out: NDArray[np.float32]) -> None:
@@ -134,18 +143,19 @@ def _error(
     scales: NDArray[np.float16],
     work: NDArray[np.float32],
     rounder: NDArray[np.float32],
+    halves: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """The squared error of every group with these scales. `work` and `rounder` are scratch."""
+    """The squared error of every group with these scales. The last three are scratch."""
     _scaled(magnitudes, scales, work)
     _exponents(work, rounder)
     # (x + r) - r - x, where r rounds.
     rounded = rounder
     np.add(work, rounder, out=work)
     np.subtract(work, rounder, out=work)
-    np.multiply(work, np.repeat(fp16_to_fp32(scales), GROUP), out=rounded)
+    np.multiply(work.reshape(-1, GROUP), fp16_to_fp32(scales)[:, None], out=rounded.reshape(-1, GROUP))
     np.subtract(rounded, magnitudes, out=work)
     np.multiply(work, work, out=work)
-    return fold(np.add, work, GROUP)
+    return fold(np.add, work, GROUP, halves).copy()
 
 
 FP8: Final = Fp8("fp8", multiple=GROUP)

@@ -8,7 +8,7 @@ than twice the mantissa bits of fp16 and bf16 and two more: rounding twice then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pion.replies import Buffer
 from pion.storage import bitpack, floats
-from pion.storage.quantize import blocks, check_range, fold
+from pion.storage.quantize import block_values, blocks, check_range, fold
 from pion.storage.stored_format import Format
 
 BITS: Final = (2, 3, 4, 6, 8)
@@ -49,8 +49,11 @@ class ScaleType:
     widen: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
     """Contiguous bytes to (n,) fp32, exactly."""
 
-    round: Callable[[NDArray[np.float32]], None]
-    """Round fp32 to the nearest value of the type, ties to even, in place; what it takes is said at each."""
+    round: Callable[[NDArray[np.float32], NDArray[np.int32]], None]
+    """Round fp32 to the nearest value of the type, ties to even, in place; what it takes is said at each.
+
+    The second array is scratch of the same shape.
+    """
 
     def largest_scale(self, levels: int) -> np.float32:
         """The largest value of the type whose product with `levels` is finite in it."""
@@ -61,31 +64,30 @@ class ScaleType:
         return np.float32(self.widen(bits.view(np.uint8))[0])
 
 
-def _round_to_fp16(values: NDArray[np.float32]) -> None:
+def _round_to_fp16(values: NDArray[np.float32], scratch: NDArray[np.int32]) -> None:
     """Only for values within the range of fp16 that are multiples of 2**-24 where they are subnormal in it.
 
     The sums and products here are. Then cutting the mantissa to 11 bits is all that rounding means.
     """
-    bits = values.view(np.int32)
-    odd = bits >> 13
-    odd &= 1
-    bits += odd
-    bits += 0xFFF
-    bits &= ~0x1FFF
+    _cut(values.view(np.int32), 13, scratch)
 
 
-def _round_to_bf16(values: NDArray[np.float32]) -> None:
+def _round_to_bf16(values: NDArray[np.float32], scratch: NDArray[np.int32]) -> None:
     """Any values, infinities too; a NaN stays one if its lower 16 bits are 0, as in one made of bf16 values."""
-    bits = values.view(np.int32)
-    odd = bits >> 16
-    odd &= 1
-    bits += odd
-    bits += 0x7FFF
-    bits &= ~0xFFFF
+    _cut(values.view(np.int32), 16, scratch)
 
 
-def _round_to_fp32(values: NDArray[np.float32]) -> None:
+def _round_to_fp32(values: NDArray[np.float32], scratch: NDArray[np.int32]) -> None:
     """Nothing to do."""
+
+
+def _cut(bits: NDArray[np.int32], count: int, scratch: NDArray[np.int32]) -> None:
+    """Round the mantissa to `count` bits less, ties to even; a carry goes into the exponent, which is right."""
+    np.right_shift(bits, count, out=scratch)
+    np.bitwise_and(scratch, 1, out=scratch)
+    np.add(bits, scratch, out=bits)
+    np.add(bits, (1 << count - 1) - 1, out=bits)
+    np.bitwise_and(bits, -1 << count, out=bits)
 
 
 FP16: Final = ScaleType(
@@ -144,16 +146,22 @@ class MlxFormat(Format):
         count, dim = rows.shape
         out = np.empty((count, self.row_bytes(dim)), np.uint8)
         largest_scale = self.scales.largest_scale(self.levels)
+        work = np.empty(block_values(count, dim), np.float32)
         with np.errstate(all="ignore"):
             for block in blocks(count, dim, _ENCODE_VALUES):
-                self._encode_block(rows[block].reshape(-1), largest_scale, out[block], dim)
+                self._encode_block(rows[block], largest_scale, out[block], work)
         return out.reshape(-1)
 
     def _encode_block(
-        self, values: NDArray[np.float32], largest_scale: np.float32, out: NDArray[np.uint8], dim: int
+        self,
+        rows: NDArray[np.float32],
+        largest_scale: np.float32,
+        out: NDArray[np.uint8],
+        work: NDArray[np.float32],
     ) -> None:
+        count, dim = rows.shape
         levels, kind = np.float32(self.levels), self.scales
-        high, low = self._extremes(values)
+        high, low = self._extremes(rows, work)
         check_range(self.name, np.maximum(high, -low), kind.largest)
         check_range(self.name, high.astype(np.float64) - low, kind.largest, "in one group a span of ")
 
@@ -169,35 +177,40 @@ class MlxFormat(Format):
         bias = np.where(off_zero, edge, np.float32(0))
 
         packed, width = dim * self.bits // 8, dim // self.group * kind.nbytes
-        narrow = kind.narrow(np.clip(scale, -largest_scale, largest_scale))
-        out[:, packed : packed + width] = narrow.view(np.uint8).reshape(len(out), width)
-        scale = kind.widen(narrow.view(np.uint8))
-        narrow = kind.narrow(bias)
-        out[:, packed + width :] = narrow.view(np.uint8).reshape(len(out), width)
-        bias = kind.widen(narrow.view(np.uint8))
+        both = np.concatenate((np.clip(scale, -largest_scale, largest_scale), bias))
+        narrow = kind.narrow(both).view(np.uint8)
+        out[:, packed : packed + width] = narrow[: count * width].reshape(count, width)
+        out[:, packed + width :] = narrow[count * width :].reshape(count, width)
+        scale, bias = kind.widen(narrow).reshape(2, -1)
 
         # Rounded scales and biases can push codes out of the range, but those of most groups don't.
         ends = np.rint(((low - bias) / scale, (high - bias) / scale))
         within = bool(ends.min() >= 0 and ends.max() <= levels)
-        codes = np.empty(values.size, np.uint8)
-        for part in _parts(values.size):
-            groups = slice(part.start // self.group, part.stop // self.group)
-            work = np.repeat(bias[groups], self.group)
-            np.subtract(values[part], work, out=work)
-            work /= np.repeat(scale[groups], self.group)
-            np.rint(work, out=work)
+        in_row = dim // self.group
+        for part in blocks(count, dim):
+            groups = slice(part.start * in_row, part.stop * in_row)
+            values = rows[part].reshape(-1, self.group)
+            scaled = work[: values.size].reshape(values.shape)
+            np.subtract(values, bias[groups, None], out=scaled)
+            np.divide(scaled, scale[groups, None], out=scaled)
+            np.rint(scaled, out=scaled)
             if not within:
-                np.clip(work, 0, levels, out=work)
-            np.copyto(codes[part], work, casting="unsafe")
-        out[:, :packed] = bitpack.pack(codes, self.bits).reshape(len(out), packed)
+                np.clip(scaled, 0, levels, out=scaled)
+            codes = np.empty(values.size, np.uint8)
+            np.copyto(codes, scaled.reshape(-1), casting="unsafe")
+            out[part, :packed] = bitpack.pack(codes, self.bits).reshape(-1, packed)
 
-    def _extremes(self, values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _extremes(
+        self, rows: NDArray[np.float32], work: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The largest and the smallest value of every group."""
-        high, low = np.empty((2, values.size // self.group), np.float32)
-        for part in _parts(values.size):
-            groups = slice(part.start // self.group, part.stop // self.group)
-            high[groups] = fold(np.maximum, values[part], self.group)
-            low[groups] = fold(np.minimum, values[part], self.group)
+        count, dim = rows.shape
+        in_row = dim // self.group
+        high, low = np.empty((2, count * in_row), np.float32)
+        for part in blocks(count, dim):
+            values, groups = rows[part].reshape(-1), slice(part.start * in_row, part.stop * in_row)
+            high[groups] = fold(np.maximum, values, self.group, work)
+            low[groups] = fold(np.minimum, values, self.group, work)
         return high, low
 
     def decode(self, raw: Buffer, count: int, dim: int) -> NDArray[np.float32]:
@@ -209,13 +222,15 @@ class MlxFormat(Format):
         rows = np.frombuffer(raw, np.uint8).reshape(count, self.row_bytes(dim))
         out = np.empty((count, dim), np.float32)
         packed, width = dim * self.bits // 8, dim // self.group * self.scales.nbytes
+        scratch = np.empty(block_values(count, dim), np.int32)
         with np.errstate(all="ignore"):
             for block in blocks(count, dim):
                 self._decode_block(
                     bitpack.unpack(rows[block, :packed].reshape(-1), self.bits),
                     rows[block, packed : packed + width].reshape(-1),
                     rows[block, packed + width :].reshape(-1),
-                    out[block].reshape(-1),
+                    out[block].reshape(-1, self.group),
+                    scratch,
                 )
         return out
 
@@ -225,27 +240,23 @@ class MlxFormat(Format):
         scales: NDArray[np.uint8],
         biases: NDArray[np.uint8],
         out: NDArray[np.float32],
+        scratch: NDArray[np.int32],
     ) -> None:
         kind = self.scales
         scale, bias = kind.widen(scales), kind.widen(biases)
-        np.copyto(out, codes)
-        out *= np.repeat(scale, self.group)
-        kind.round(out)
-        out += np.repeat(bias, self.group)
-        kind.round(out)
+        codes, scratch = codes.reshape(out.shape), scratch[: out.size].reshape(out.shape)
+        np.multiply(codes, scale[:, None], out=out)
+        kind.round(out, scratch)
+        np.add(out, bias[:, None], out=out)
+        kind.round(out, scratch)
         if kind is not FP16:
             return
         overflows = ~(np.abs(scale) * np.float32(self.levels) + np.abs(bias) <= np.float32(kind.largest))
         if overflows.any():
             # Something could overflow in fp16 or isn't finite. Rare, so the slow arithmetic of fp16 itself will do.
-            exact = codes.reshape(-1, self.group)[overflows] * scales.view(np.float16)[overflows, None]
+            exact = codes[overflows] * scales.view(np.float16)[overflows, None]
             exact += biases.view(np.float16)[overflows, None]
-            out.reshape(-1, self.group)[overflows] = floats.fp16_to_fp32(exact.reshape(-1)).reshape(exact.shape)
-
-
-def _parts(count: int) -> Iterator[slice]:
-    """Slices of flat values, of `BLOCK_VALUES` each."""
-    return (slice(at, min(at + floats.BLOCK_VALUES, count)) for at in range(0, count, floats.BLOCK_VALUES))
+            out[overflows] = floats.fp16_to_fp32(exact.reshape(-1)).reshape(exact.shape)
 
 
 def _all() -> dict[str, MlxFormat]:

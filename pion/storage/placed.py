@@ -153,12 +153,16 @@ class TierFiles:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.known: dict[str, TierFile] = {}
+        self.writing: dict[str, Unit] = {}
+        """Units that are being written, by the key of their object."""
         self.garbage: deque[str] = deque()
         """Keys of objects that nothing refers to, oldest first."""
         self.nbytes = 0
         """Of the known objects."""
         self.promoted = 0
         """Copies of rows in memory that the tier has, too."""
+        self.on_withdraw: Callable[[], None] = lambda: None
+        """Called when copies of rows have left memory that the tier has, too."""
         self.on_forget: Callable[[TierFile], None] = lambda file: None
         """Called when nothing refers to an object any more."""
         self.opener: Callable[[TierFile], Awaitable[None]] = _no_tier

@@ -2,6 +2,8 @@
 
 Pure NumPy without a loop over rows: blocks of rows small enough for the second-level cache are worked on as wholes.
 Everything is element by element or adds in a fixed order, so rows converted in pieces give the bytes of the whole.
+Scratch as large as a block is taken once for all blocks: the allocator may fetch such memory from the system each time,
+and its first use costs more than what is done with it.
 """
 
 from __future__ import annotations
@@ -28,15 +30,24 @@ def blocks(count: int, dim: int, size: int = BLOCK_VALUES) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def fold(function: np.ufunc, values: NDArray[np.float32], group: int) -> NDArray[np.float32]:
+def block_values(count: int, dim: int, size: int = BLOCK_VALUES) -> int:
+    """Values in the largest of those blocks."""
+    return min(count, max(1, size // dim)) * dim
+
+
+def fold(
+    function: np.ufunc, values: NDArray[np.float32], group: int, scratch: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """`function` over every `group` neighbours of flat values: (n,) to (n / group,). `group` is a power of two.
 
     Halves the array again and again, which is several times faster than reducing rows of 32, and adds in one order
-    whatever surrounds the group.
+    whatever surrounds the group. The result is a part of `scratch`, which has at least n values, and none of `values`.
     """
+    at = 0
     while group > 1:
-        values = function(values[0::2], values[1::2])
-        group //= 2
+        half = scratch[at : at + values.size // 2]
+        function(values[0::2], values[1::2], out=half)
+        values, at, group = half, at + half.size, group // 2
     return values
 
 

@@ -18,9 +18,11 @@ can't be read is an error that clients take for a miss.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import attrs
@@ -29,9 +31,10 @@ import trio
 from numpy.typing import NDArray
 
 from pion.args import show
+from pion.config import MIB
 from pion.errors import StartupError
 from pion.storage.block import Block, adjacent
-from pion.storage.budget import HIGH_SHARE, LOW_SHARE, Budget
+from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOW_SHARE, Budget
 from pion.storage.changes import PlaceRows, Reason
 from pion.storage.data_directory import DataDirectory
 from pion.storage.disk_budget import DiskBudget
@@ -74,6 +77,14 @@ WRITERS: Final = 2
 REST_S: Final = 0.1
 """Before the order of eviction is looked at again, when nothing in it could be written."""
 
+STALL_S: Final = 2.0
+"""A write that takes longer, beside its time at `SLOW_BYTES_PER_S`, is not waited for: prefixes are dropped instead."""
+
+SLOW_BYTES_PER_S: Final = 32 * MIB
+
+DELETED_AT_ONCE: Final = 64
+"""Objects: a call that has too many for its deadline would never succeed."""
+
 TIDY_S: Final = 0.5
 """How long useless objects are gathered before they are deleted together."""
 
@@ -110,11 +121,13 @@ class Tiering:
         self.tier = tier
         self.statistics = TierStatistics()
         self._store = store
+        self._budget = budget
         self._disk = disk
         self._data = data
         self._paused_until_s = 0.0
-        self._writing: dict[str, Unit] = {}
-        """Units that are being written, by the key of their object."""
+        self._writing = store.tier_files.writing
+        self._late_s: dict[str, float] = {}
+        """When who writes an object is no longer waited for."""
         self._grown = trio.Event()
         self._used: dict[TierFile, None] = {}
         self._promote = trio.Event()
@@ -127,6 +140,7 @@ class Tiering:
         store.tier_files.opener = self.open
         store.tier_files.on_use = self._on_use
         store.tier_files.on_forget = self._on_forget
+        store.tier_files.on_withdraw = self._on_withdraw
         budget.tier_helps = self._helps
         # A tier that has not been listed yet doesn't know what earlier runs have put.
         disk.tier_bytes = lambda: max(tier.used_bytes, store.tier_files.nbytes)
@@ -146,8 +160,12 @@ class Tiering:
 
     def _over(self, share: float) -> float:
         store, limit = self._store, self._store.config.max_bytes
+        if not limit:
+            return 0
         held = store.ledger.charged_bytes + store.in_flight() + self._promoting
-        return held - share * limit if limit else 0
+        asked = self._budget.asked_bytes
+        wanted = held + asked + COMMAND_BYTES - limit if asked else held - limit
+        return max(held - share * limit, wanted)
 
     def _on_growth(self) -> None:
         if self._over(HIGH_SHARE) > 0:
@@ -158,7 +176,10 @@ class Tiering:
         if trio.current_time() < self._paused_until_s:
             return False
         self._grown.set()
-        return bool(self._writing) or self._next_victim() is not None
+        if len(self._writing) < WRITERS and self._next_victim() is not None:
+            return True
+        now_s = trio.current_time()
+        return any(now_s < self._late_s.get(key, math.inf) for key in self._writing)
 
     def _on_use(self, file: TierFile) -> None:
         self.statistics.hits += 1
@@ -167,6 +188,9 @@ class Tiering:
         if file.uses >= PROMOTE_AFTER and file.unit.cold:
             self._used[file] = None
             self._promote.set()
+
+    def _on_withdraw(self) -> None:
+        self.statistics.withdrawn += 1
 
     def _on_forget(self, file: TierFile) -> None:
         self._used.pop(file, None)
@@ -226,6 +250,7 @@ class Tiering:
                     nursery.start_soon(self._demote_some)
             if self._over(LOW_SHARE) > 0:
                 await trio.sleep(REST_S)
+                self._on_growth()  # it may have failed, and be back
 
     async def _demote_some(self) -> None:
         while self._over(LOW_SHARE) > 0 and trio.current_time() >= self._paused_until_s:
@@ -233,7 +258,6 @@ class Tiering:
             if unit is None:
                 return
             if self._store.withdraw(unit):
-                self.statistics.withdrawn += 1
                 await trio.lowlevel.checkpoint()
                 continue
             key = secrets.token_hex(16)
@@ -248,6 +272,7 @@ class Tiering:
                 self._store.tier_files.garbage.append(key)
             finally:
                 del self._writing[key]
+                self._late_s.pop(key, None)
 
     def _next_victim(self) -> Unit | None:
         busy = set(self._writing.values())
@@ -269,6 +294,7 @@ class Tiering:
             if _is_there(store, unit):
                 store.drop_unit(unit, Reason.EVICTED)
             return
+        self._late_s[key] = trio.current_time() + STALL_S + layout.nbytes / SLOW_BYTES_PER_S
         await self.tier.put(key, layout.head, layout.parts)
         if not _is_there(store, unit) or not unit.evictable or unit.cold or rows_of(unit) != rows:
             store.tier_files.garbage.append(key)  # it was written for nothing
@@ -404,20 +430,18 @@ class Tiering:
     async def _delete_garbage(self) -> None:
         garbage, data = self._store.tier_files.garbage, self._data()
         async with self._deleting:
-            keys = list(garbage)
-            if not keys:
-                return
-            try:
-                if data is not None:
-                    await data.log.wait_durable(data.log.sequence)
-                await self.tier.delete(keys)
-            except OSError:
-                return  # the log has failed, and says so; they may be needed after a restart
-            except TierUnavailableError as error:
-                self._failed(f"{len(keys)} objects can't be deleted", error)
-                return
-            for _ in keys:
-                garbage.popleft()
+            while keys := list(islice(garbage, DELETED_AT_ONCE)):
+                try:
+                    if data is not None:
+                        await data.log.wait_durable(data.log.sequence)
+                    await self.tier.delete(keys)
+                except OSError:
+                    return  # the log has failed, and says so; they may be needed after a restart
+                except TierUnavailableError as error:
+                    self._failed(f"{len(garbage)} objects can't be deleted", error)
+                    return
+                for _ in keys:
+                    garbage.popleft()
 
 
 Rows = list[tuple[Side, int, int, tuple[Block, ...]]]

@@ -108,6 +108,7 @@ class Unit:
         "expires_s",
         "k_rows",
         "k_schema",
+        "level",
         "lone",
         "meta",
         "name",
@@ -123,9 +124,12 @@ class Unit:
         "stamp",
         "standing",
         "table",
+        "used_s",
+        "uses",
         "v_rows",
         "v_schema",
         "warm_children",
+        "worth",
     )
 
     def __init__(self, name: bytes, *, lone: bool) -> None:
@@ -158,6 +162,10 @@ class Unit:
         self.newer: Unit | None = None
         self.stamp = 0
         self.standing = 0
+        self.used_s = -1.0
+        self.uses = 0
+        self.level = 0
+        self.worth = -1
 
     def refresh(self) -> None:
         """Set `partial` after a side or `pending` has changed."""

@@ -14,9 +14,9 @@ Invariants, which tests/commands/test_kv_machine.py checks after every step:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Final
 
 import attrs
@@ -39,7 +39,7 @@ from pion.storage.changes import (
     StoreRows,
 )
 from pion.storage.clock import StoreClock
-from pion.storage.eviction import EvictionPolicy, LeastRecentlyUsed, choose
+from pion.storage.eviction import EvictionPolicy, choose
 from pion.storage.journal import Journal
 from pion.storage.ledger import Ledger, Memory
 from pion.storage.ordered import SortedMap
@@ -48,6 +48,7 @@ from pion.storage.placed import PromotedMemory, TierFiles
 from pion.storage.prefix_index import PrefixIndex
 from pion.storage.room import memory_bytes
 from pion.storage.unit import SIDES, K, Side, Unit, split_sid
+from pion.storage.value import policies
 
 logger = logging.getLogger("pion.storage")
 
@@ -59,6 +60,9 @@ EXPIRE_BYTES: Final = MIB
 
 RELIEF_LOOKS: Final = 64
 """Units that are looked at for rows that the tier has, too, before something else makes room."""
+
+SQUEEZES: Final = 4
+"""Tries to make room: what was evicted may still be being sent, so others go for it, but not all of them."""
 
 EXPIRED_FIRST: Final = 64
 """Expired prefixes dropped before one is evicted; the reaper finds the rest."""
@@ -111,8 +115,7 @@ class VStore:
         self.clock = clock
         self.journal = journal
         self.ledger = ledger
-        ticks = count(1)
-        self.policy: EvictionPolicy = policy or Orders(lambda: LeastRecentlyUsed(ticks))
+        self.policy: EvictionPolicy = policy or Orders(policies(config.eviction, clock))
         self.tier_files = TierFiles(ledger)
         """Objects of the tier that hold rows, whether or not there is a tier."""
         self.on_growth: Callable[[], None] = lambda: None
@@ -305,27 +308,34 @@ class VStore:
         limit = self.config.max_bytes
         return self.ledger.charged_bytes + nbytes - limit if limit else 0
 
-    def squeeze(self, nbytes: int, protected: Container[Unit] = ()) -> bool:
+    def squeeze(self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset()) -> bool:
         """Evict until `nbytes` more fit; False, and nothing changed, if that can't be.
 
         False, too, when what was evicted is still being sent.
         """
+        for _ in range(SQUEEZES):
+            over = self.over(nbytes)
+            if over <= 0:
+                return True
+            if not self._make_way(over, protected):
+                return False
+        return self.over(nbytes) <= 0
+
+    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit]) -> bool:
         warm = self.policy.warm if isinstance(self.policy, Orders) else self.policy
-        while (over := self.over(nbytes)) > 0:
-            victims = choose(warm, 0, over, protected, _evicted_bytes)
+        # What is being written is not free before the tier has let go of it.
+        busy = self.tier_files.writing.values()
+        for kept in (protected.union(busy), protected) if busy else (protected,):
+            victims = choose(warm, 0, over, kept, _evicted_bytes)
             if victims is not None:
                 for victim in victims:
                     self.evict(victim)
-            else:
-                # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing.
-                victims = choose(self.policy, 0, over, protected, memory_bytes)
-                if victims is None:
-                    return False
-                for victim in victims:
-                    self.drop_unit(victim, Reason.EVICTED)
-            if self.over(nbytes) >= over:
-                return False
-        return True
+                return True
+        # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing.
+        victims = choose(self.policy, 0, over, protected, memory_bytes)
+        for victim in victims or ():
+            self.drop_unit(victim, Reason.EVICTED)
+        return victims is not None
 
     def shrink(self, limit: int) -> bool:
         """Evict up to `limit` units while more is held than the budget allows (it was lowered, or a log was replayed
@@ -357,6 +367,7 @@ class VStore:
         for layer in unit.all_layers():
             layer.exchange(_in_tier_only)
         self.set_cold(unit, True)
+        self.tier_files.on_withdraw()
         return True
 
     def set_cold(self, unit: Unit, cold: bool) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pion.config import CONVERT_IN_THREAD_BYTES, MIB
 from pion.replies import Blob, Stream
+from pion.storage.ledger import BLOCK_COST, LAYER_COST, SIDE_COST
 from pion.testing import Harness
 from tests.commands.kv_support import make_kv, now, plain, snapshot
 
@@ -43,6 +44,11 @@ def test_create_forms(kv) -> None:
     assert call(kv, "V.CREATE", "a", 9).startswith("-EXISTS")
     assert dict(now(kv.call("V.INFO", "a")).pairs)["format"] == "fp16"
     assert dict(now(kv.call("V.INFO", "d")).pairs)["schema"] == "fp16@4*2,fp32@8*1"
+    empty = dict(now(kv.call("V.INFO", "d")).pairs)
+    assert (empty["memory"], empty["place"]) == (0, "memory")
+    now(kv.call("V.STORE", "d", 0, 0, "AS", "native", bytes(8)))
+    stored = dict(now(kv.call("V.INFO", "d")).pairs)
+    assert (stored["bytes"], stored["memory"]) == (8, 8 + SIDE_COST + LAYER_COST + BLOCK_COST)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class Rig:
             clock=Clock(),
             registry=self.registry,
             vstore=cast("Any", SimpleNamespace(ledger=self.ledger)),
-            budget=cast("Any", SimpleNamespace(take=lambda nbytes: True, holds_back=False)),
+            budget=cast("Any", SimpleNamespace(take=lambda nbytes, held: True, holds_back=False)),
             receipt=Receipt(),
             clients=ClientTable(),
             monitor=self.monitor,

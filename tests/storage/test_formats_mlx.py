@@ -199,7 +199,7 @@ def test_rounding_in_fp32_is_rounding_to_the_type(kind, numpy, levels):
         scales = (np.arange(1 << mantissa, dtype=np.uint16) | np.uint16(exponent << mantissa)).view(numpy)
         exact = np.arange(levels + 1, dtype=np.float64)[:, None] * scales.astype(np.float64)
         rounded = np.ascontiguousarray(exact, np.float32).reshape(-1)
-        kind.round(rounded)
+        kind.round(rounded, np.empty(rounded.shape, np.int32))
         expected = exact.astype(numpy).astype(np.float32).reshape(-1)
         np.testing.assert_array_equal(bits_of(rounded), bits_of(expected))
 

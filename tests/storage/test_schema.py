@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pion.config import INLINE_ARG_BYTES
 from pion.errors import CommandError
 from pion.storage import schema as schema_module
-from pion.storage.formats import BF16, FP16, FP32, INT8, MLX4G32
+from pion.storage.formats import BF16, FP8, FP16, FP32, INT8, MLX4G32, TURBO2, TURBO4, get_format
 from pion.storage.schema import Schema
 
-ALL = [FP32, FP16, BF16, INT8, MLX4G32]
+ALL = [FP32, FP16, BF16, INT8, MLX4G32, FP8, TURBO4, get_format(b"mlx3g32:bf16")]
 
 
 def parse(runs: bytes | str, dim: int | None = None, max_layers: int = 1000, max_dim: int = 100_000) -> Schema:
@@ -64,6 +64,7 @@ def test_parse_against_a_plain_list(runs):
     one_by_one = ",".join(f"{fmt.name.upper()}@{dim:03d}*1" for fmt, dim in expected)
     assert parse(one_by_one) is shape
     assert parse(str(shape)) is shape
+    assert Schema.from_text(shape.durable_text) is shape
     for outside in (-1, len(expected), 2**31):
         with pytest.raises(CommandError, match=f"no layer {outside}: the schema has {len(expected)} layers"):
             shape.layer(outside)
@@ -83,8 +84,8 @@ def test_uniform_checks_the_width(fmt):
     Schema.uniform(fmt, 96)
     with pytest.raises(CommandError, match=f"{fmt.name} needs a dim of at least 1, got 0"):
         Schema.uniform(fmt, 0)
-    if fmt is MLX4G32:
-        with pytest.raises(CommandError, match="mlx4g32 needs a dim divisible by 32, got 100"):
+    if fmt not in (FP32, FP16, BF16, INT8):
+        with pytest.raises(CommandError, match=f"{fmt.name} needs a dim divisible by 32, got 100"):
             Schema.uniform(fmt, 100)
     else:
         assert Schema.uniform(fmt, 100).layer(0).dim == 100
@@ -94,6 +95,30 @@ def test_from_text_gives_both_kinds_back():
     for shape in (Schema.uniform(INT8, 72), parse("fp16@72*2,int8@72*3")):
         assert Schema.from_text(str(shape)) is shape
         assert pickle.loads(pickle.dumps(shape)) is shape
+
+
+def test_what_outlives_the_process_names_the_rotation():
+    shape = parse("fp16@512*2,turbo4@512*12,fp16@512*2")
+    assert str(shape) == "fp16@512*2,turbo4@512*12,fp16@512*2"
+    assert shape.durable_text == "fp16@512*2,turbo4/1@512*12,fp16@512*2"
+    assert Schema.uniform(TURBO2, 64).durable_text == "turbo2/1@64"
+    assert parse("mlx4g32@64*1,int8@64*1").durable_text == "mlx4g32@64*1,int8@64*1"
+    assert [shape.rotation, Schema.uniform(TURBO2, 64).rotation, Schema.uniform(FP8, 64).rotation] == [1, 1, None]
+    for each in (shape, Schema.uniform(TURBO2, 64)):
+        assert Schema.from_text(each.durable_text) is each
+        assert pickle.loads(pickle.dumps(each)) is each
+
+
+@pytest.mark.parametrize("text", ["turbo4/2@64", "turbo4@64", "fp16@64*1,turbo4/2@64*3", "turbo3/0@64*1"])
+def test_from_text_refuses_another_rotation(text):
+    with pytest.raises(CommandError, match=r"has another rotation, and this program knows turbo\d/1"):
+        Schema.from_text(text)
+
+
+@pytest.mark.parametrize("runs", ["turbo4/1@64*1", "turbo4/2@64*1", "fp16/1@64*1"])
+def test_clients_name_no_rotation(runs):
+    with pytest.raises(CommandError, match="unknown format"):
+        parse(runs)
 
 
 @pytest.mark.parametrize("text", ["", "fp16", "fp16@1,int8@2", "fp16@1*2,int8@2", "fp99@1", "fp16@0"])

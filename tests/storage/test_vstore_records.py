@@ -33,8 +33,19 @@ from pion.storage.vstore_records import is_again, pack, unpack
 U32 = st.integers(0, 2**32 - 1)
 NAMES = st.binary(min_size=1, max_size=300)
 SCHEMAS = st.sampled_from(
-    [Schema.from_text(text) for text in ("fp32@1", "fp16@64*2,int8@64*30,fp16@64*2", "mlx4g32@64", "bf16@0*3")]
+    [
+        Schema.from_text(text)
+        for text in (
+            "fp32@1",
+            "fp16@64*2,int8@64*30,fp16@64*2",
+            "mlx4g32@64",
+            "bf16@0*3",
+            "turbo3/1@96",
+            "fp8@64*2,turbo4/1@64*3,mlx3g64:bf16@128*1",
+        )
+    ]
 )
+TURBO = Schema.from_text("turbo4/1@64")
 REASONS = st.sampled_from(Reason)
 TIMES = st.floats(allow_nan=False)
 
@@ -159,3 +170,12 @@ def test_equal_shapes_are_one_object() -> None:
     assert isinstance(one, CreateSession)
     assert isinstance(two, CreateSession)
     assert one.schema is two.schema is Schema.from_text("fp32@9")
+
+
+@pytest.mark.parametrize("change", [CreateSession(b"s", TURBO), Register(ns=b"n", k_schema=TURBO, v_schema=TURBO)])
+def test_rows_of_another_rotation_are_refused_not_misread(change: Change) -> None:
+    meta = pack(change)
+    assert b"turbo4/1@64" in meta
+    for other in (b"turbo4/2@64", b"turbo4/9@64"):
+        with pytest.raises(ValueError, match=r"has another rotation, and this program knows turbo4/1"):
+            unpack(meta.replace(b"turbo4/1@64", other), b"")
