@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pion.storage.data_directory import DataDirectory
     from pion.storage.durable import Durable
     from pion.storage.tiering import Tiering
+    from pion.storage.unit import Unit
     from pion.storage.vstore import VStore
 
 T = TypeVar("T")
@@ -136,6 +137,10 @@ class Services:
     """The plugins that are loaded, in order."""
     disconnect: list[Callable[[Session], None]] = attrs.field(factory=list)
     """Called when a connection has closed; what `register_disconnect` returned."""
+    target_of: Callable[[Sequence[Buffer]], frozenset[Unit]] = lambda argv: frozenset()
+    """What a payload is stored into, by the arguments before it: it must not make room for it. Set by the store's
+    plugin.
+    """
     refused: list[Callable[[Session, Sequence[Buffer]], None]] = attrs.field(factory=list)
     """Called with the name and first argument, or all, of a request that was refused for want of memory."""
     draining: trio.Event = attrs.field(factory=trio.Event)

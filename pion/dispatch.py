@@ -120,11 +120,14 @@ class Dispatcher:
         try:
             if entry.writes:
                 services = context.services
-                if (data := services.data) is not None and data.holds_back:
-                    await data.admit()
                 if entry.needs_memory and services.budget.holds_back:
-                    await services.budget.admit(sum(map(len, argv)))
-            reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
+                    reply = await self._run_within(context, entry, argv)
+                else:
+                    if (data := services.data) is not None and data.holds_back:
+                        await data.admit()
+                    reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses one without
+            else:
+                reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses one without
         except PionError as error:
             counter.failed += 1
             self._monitor.count_error(error.code)
@@ -148,6 +151,20 @@ class Dispatcher:
         if elapsed >= self._monitor.slower_than_ns:
             self._record_slow(context, entry.command, argv, elapsed)
         return reply
+
+    async def _run_within(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
+        """Run a command that needs memory and disk once there is room for it. Raises PionError, and as the handler.
+
+        Cancellation: as `run`.
+        """
+        services = context.services
+        nbytes = sum(map(len, argv))
+        await services.budget.admit(nbytes)
+        with services.budget.disk.admitted(nbytes):
+            # The log last: nothing may come between its room and the change.
+            if services.data is not None and services.data.holds_back:
+                await services.data.admit()
+            return await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without a handler
 
     def unsendable(self, context: Context, entry: Entry, error: TypeError) -> ErrorReply:
         """What the client gets in place of a value that is no reply; the log names the plugin that returned it."""

@@ -98,6 +98,7 @@ def build(config: Config, clock: Clock | None = None) -> Worker:
         monitor=monitor,
         started_s=clock.monotonic_s(),
     )
+    services.budget.stopping = services.draining.is_set
     worker = Worker(manager, registry, services, Dispatcher(registry, monitor))
     services.plugins = plugin_names(manager)
     worker.hook("startup")

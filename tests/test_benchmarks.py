@@ -41,6 +41,14 @@ FINDINGS = {
     ],
     "restart": [f"process start to first answer, 0.1 GiB, {files}" for files in ("snapshot", "log")],
     "pause": ["PING p99 during a snapshot", "anonymous memory during a snapshot"],
+    "tier": ["8 MiB: Pion, first", "8 MiB: Pion, again"],
+    "formats": [
+        "mlx4g32 encode: Pion",
+        "mlx4g32 decode: Pion",
+        "fp8 encode: Pion",
+        "turbo2 decode: Pion",
+        "fp32 to bf16: Pion",
+    ],
     "quality": [
         "fp32, alone: tokens that agree, 2 x 8",
         "bf16: tokens that agree, 2 x 8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -250,6 +251,24 @@ async def test_two_deletions_at_once() -> None:
         await until(lambda: set(tier.inner.objects) == {tiering.OWNER_KEY})
         deleted = [key for name, key in tier.calls if name == "delete"]
         assert len(deleted) == len(set(deleted))
+
+
+async def test_what_could_not_be_written_is_not_kept_by_the_error(tmp_path) -> None:
+    """The error may be in a cycle, with the frames that it came through; nobody waits for the garbage collector."""
+    tier = flaky()
+    gc.disable()
+    try:
+        async with tiered_server(MAX_BYTES, tier, tmp_path) as started, Client.of(started) as client:
+            tier.plan = failing("put")
+            for name in names(10):
+                assert await store_prefix(client, name) == "OK"
+            found = started.services.tiering
+            await until(lambda: found.statistics.failures and not found._writing)
+            assert await client.call("KV.PREFIX.DROP", *names(10)) > 3
+            await until(lambda: started.services.vstore.ledger.sending_bytes == 0)
+            assert started.services.vstore.ledger.charged_bytes == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -120,13 +120,12 @@ def replay(
         there = 0
         parent: bytes | None = None
         if found is not None:
-            # The longest match may go on with another text; what ends within ours is used, and continued.
-            unit, shared, _ = found
-            while unit.parent is not None and unit.end > shared * BLOCK_TOKENS:
+            # The match may go on with another text; what holds the last shared block is used and continued.
+            unit, there, _ = found
+            while unit.parent is not None and unit.offset >= there * BLOCK_TOKENS:
                 unit = unit.parent
-            if unit.end <= shared * BLOCK_TOKENS:
-                there, parent = unit.end // BLOCK_TOKENS, unit.name
-                store.touch(unit)
+            parent = unit.name
+            store.touch(unit)
         if each.time_s >= from_s:
             saved.avoided_s += sum(times[:there])
             saved.all_s += sum(times)

@@ -229,7 +229,8 @@ _REPLY: Final = (
 _ERRORS: Final = (
     "-EXISTS the prefix exists with another shape, declaration or parent",
     "-ERR PARENT: no prefix '<ns>'",
-    "-OOM no session slot can be freed",
+    "-ERR the format needs a dim divisible by its groups",
+    "-OOM no session slot, or no memory, can be freed",
 )
 
 COMMANDS: Final = (
@@ -244,7 +245,10 @@ COMMANDS: Final = (
         args=(
             NS,
             Arg(name="kv_dim", type=ArgType.INTEGER, summary="values in a row"),
-            Arg(name="format", summary="stored format: fp32 fp16 bf16 int8 mlx4g32"),
+            Arg(
+                name="format",
+                summary="stored format: fp32 fp16 bf16 fp8 int8 turbo4 turbo3 turbo2 mlx<bits>g<group>[:<type>]",
+            ),
             *_OPTIONS,
         ),
         reply=_REPLY,

@@ -19,6 +19,7 @@ from pion.context import InfoSection, Services, Session
 from pion.hookspecs import hookimpl
 from pion.replies import Buffer
 from pion.storage.durable import Durable
+from pion.storage.unit import Unit
 from pion.storage.vstore_log import VStoreLog
 
 STORING: Final = (b"V.STORE", b"V.STOREBATCH")
@@ -65,5 +66,12 @@ def register_disconnect(services: Services) -> Callable[[Session], None]:
         if len(request) > 1 and word(request[0]) in STORING:
             services.vstore.payload_refused(session.id, bytes(request[1]))
 
+    def target_of(argv: Sequence[Buffer]) -> frozenset[Unit]:
+        if not services.config.max_bytes or len(argv) < 2 or word(argv[0]) not in STORING:
+            return frozenset()
+        found = services.vstore.held_session(bytes(argv[1]))
+        return frozenset(found[0].chain()) if found is not None else frozenset()
+
     services.refused.append(refused)
+    services.target_of = target_of
     return lambda session: services.vstore.disconnect(session.id)

@@ -136,8 +136,9 @@ async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Spa
                     files[memory.file] = unit
                 if not memory.verified:
                     doubtful[memory] = unit
-    for file in files:
-        store.tier_files.used(file)
+    if not context.session.no_touch:
+        for file in files:
+            store.tier_files.used(file)
     if not doubtful:
         return True
     with store.tier_files.pinned(files):

@@ -140,7 +140,7 @@ COMMANDS: Final = (
         args=(
             SID,
             Arg(name="dim", type=ArgType.INTEGER, optional=True, summary="values in a row, for all layers"),
-            Arg(name="format", token="VQUANT", optional=True, summary="stored format; default fp16"),
+            Arg(name="format", token="VQUANT", optional=True, summary="stored format, as in KV.PREFIX.REGISTER; default fp16"),
             Arg(
                 name="runs",
                 token="SCHEMA",
@@ -151,7 +151,7 @@ COMMANDS: Final = (
         reply="+OK, also when the session exists with the same shape",
         group="vstore",
         examples=("V.CREATE notes 128 VQUANT fp16", "V.CREATE notes_v SCHEMA fp16@512*2,int8@512*12,fp16@512*2"),
-        errors=("-EXISTS the session exists with another shape", "-OOM no session slot can be freed"),
+        errors=("-EXISTS the session exists with another shape", "-OOM no session slot, or no memory, can be freed"),
     ),
     Command(
         name="V.STOREBATCH",
@@ -178,6 +178,7 @@ COMMANDS: Final = (
             "-ERR blob must be <n> bytes",
             "-BUSY another connection is filling the prefix",
             "-EXISTS the prefix is complete",
+            "-OOM no memory can be freed; the rows that were there stay",
         ),
     ),
     Command(
@@ -192,7 +193,13 @@ COMMANDS: Final = (
         reply="+OK",
         group="vstore",
         examples=("V.STORE notes 0 7 <512 bytes of fp32>",),
-        errors=(NO_SESSION, "-ERR blob must be <n> bytes", "-BUSY as V.STOREBATCH", "-EXISTS as V.STOREBATCH"),
+        errors=(
+            NO_SESSION,
+            "-ERR blob must be <n> bytes",
+            "-BUSY as V.STOREBATCH",
+            "-EXISTS as V.STOREBATCH",
+            "-OOM as V.STOREBATCH",
+        ),
     ),
     Command(
         name="V.DROP",

@@ -6,6 +6,13 @@ import attrs
 
 
 @attrs.define(eq=False)
+class Pieces:
+    """Converted pieces of replies that are being sent, over all connections of a worker."""
+
+    nbytes: int = 0
+
+
+@attrs.define(eq=False)
 class ReceiveBudget:
     """`used` bytes are reserved of a limit that is given at each reservation, since CONFIG SET can change it."""
 

@@ -61,7 +61,7 @@ class Connection:
         self._dispatcher = dispatcher
         self._execute = dispatcher.execute
         self._table = table
-        self.sender = Sender(transport, services.threads)
+        self.sender = Sender(transport, services.threads, table.pieces)
         self._scope = trio.CancelScope()
         self.killed = False
         now_s = services.clock.wall_s()
@@ -414,11 +414,13 @@ class Connection:
     def _allocate(self, nbytes: int) -> memoryview | None:
         self._table.payload_announced()
         budget = self._services.budget
-        fits = budget.take_now(nbytes) if self._waited else budget.take(nbytes, self.reserved_bytes)
+        target = self._services.target_of(self._parser.unfinished)
+        fits = budget.take_now(nbytes, target) if self._waited else budget.take(nbytes, self.reserved_bytes, target)
         if fits is None:
             return LATER
-        if not fits or not self._reserve(nbytes):
+        if not fits or not self._take(nbytes):
             return None
+        self._reserved += nbytes
         try:
             return np.empty(nbytes, np.uint8).data
         except MemoryError:
@@ -426,13 +428,13 @@ class Connection:
             return None
 
     def _reserve(self, nbytes: int) -> bool:
-        if not self._take(nbytes):
+        if not self._services.budget.take_now(nbytes) or not self._take(nbytes):
             return False
         self._reserved += nbytes
         return True
 
     def _reserve_queued(self, nbytes: int) -> bool:
-        if not self._take(nbytes):
+        if not self._services.budget.take_now(nbytes) or not self._take(nbytes):
             return False
         self._queued += nbytes
         return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import trio
 
 from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.errors import CommandError
+from pion.net.budget import Pieces
 from pion.net.transport import Transport
 from pion.protocol.encode import JOINED_BYTES, Part, error_line
 from pion.replies import Buffer, Stream
@@ -27,11 +29,24 @@ class Sender:
     After any exception, `Cancelled` included, an unknown part of the reply is on the wire: the connection must close.
     """
 
-    __slots__ = ("_threads", "_transport", "blocked", "nbytes", "piece_bytes", "progress", "started_s", "unsent")
+    __slots__ = (
+        "_pieces",
+        "_threads",
+        "_transport",
+        "blocked",
+        "nbytes",
+        "piece_bytes",
+        "progress",
+        "started_s",
+        "unsent",
+    )
 
-    def __init__(self, transport: Transport, threads: trio.CapacityLimiter | None = None) -> None:
+    def __init__(
+        self, transport: Transport, threads: trio.CapacityLimiter | None = None, pieces: Pieces | None = None
+    ) -> None:
         self._transport = transport
         self._threads = threads
+        self._pieces = pieces or Pieces()
         self.progress = 0
         """Grows whenever the peer took bytes."""
         self.blocked = False
@@ -79,16 +94,27 @@ class Sender:
         left = stream.nbytes
         for make in stream.pieces:
             piece = await trio.to_thread.run_sync(make, limiter=self._threads) if stream.in_thread else make()
-            self.piece_bytes = memoryview(piece).nbytes
-            left -= self.piece_bytes
+            nbytes = memoryview(piece).nbytes
+            left -= nbytes
             if left < 0:
                 break
-            await self._send_buffers([*before, piece])
+            with self._holding(nbytes):
+                await self._send_buffers([*before, piece])
             before = []
-            self.piece_bytes = 0
         if left:
             raise StreamLengthError(f"a stream of {stream.nbytes} bytes made {stream.nbytes - left}")
         await self._send_buffers(before)
+
+    @contextmanager
+    def _holding(self, nbytes: int) -> Iterator[None]:
+        """A piece was made, and takes memory until it is sent."""
+        self.piece_bytes = nbytes
+        self._pieces.nbytes += nbytes
+        try:
+            yield
+        finally:
+            self._pieces.nbytes -= nbytes
+            self.piece_bytes = 0
 
     async def _send_buffers(self, buffers: Sequence[Buffer]) -> None:
         views = _views(buffers)

@@ -12,7 +12,7 @@ import trio
 from pion.command import Flag
 from pion.config import PAYLOAD_SLICE_BYTES
 from pion.context import Services
-from pion.net.budget import ReceiveBudget
+from pion.net.budget import Pieces, ReceiveBudget
 from pion.net.polling import Dialogue
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ConnectionTable:
 
     _services: Services
     budget: ReceiveBudget = attrs.field(factory=ReceiveBudget, init=False)
+    pieces: Pieces = attrs.field(factory=Pieces, init=False)
     draining: bool = attrs.field(default=False, init=False)
     blocking: frozenset[bytes] = attrs.field(init=False)
     """Commands that may wait for another client."""
@@ -74,8 +75,10 @@ class ConnectionTable:
         )
         self.dialogue = Dialogue(self._services.config.busy_poll_us * 1000)
         self.scratch = memoryview(bytearray(PAYLOAD_SLICE_BYTES))
-        self._services.vstore.in_flight = lambda: self.budget.used
+        self._services.vstore.in_flight = lambda: self.budget.used + self.pieces.nbytes
+        self._services.budget.sending = lambda: self.held_bytes
         self._services.budget.cut_readers = self.enforce_sending_limit
+        self._services.budget.cut_senders = lambda wanted: self._drop_slow_holders(None, wanted)
 
     def add(self, connection: Connection) -> None:
         """A connection opened."""
@@ -100,8 +103,7 @@ class ConnectionTable:
     @property
     def held_bytes(self) -> int:
         """Stored bytes that only unfinished replies hold, and the converted pieces being sent."""
-        pieces = sum(connection.sender.piece_bytes for connection in self._connections)
-        return self._services.vstore.ledger.sending_bytes + pieces
+        return self._services.vstore.ledger.sending_bytes + self.pieces.nbytes
 
     def payload_announced(self) -> None:
         """Memory for a payload is asked for. That is when memory grows, too fast to wait for the watcher."""
@@ -117,7 +119,7 @@ class ConnectionTable:
             return False
         return self.budget.reserve(nbytes, limit)
 
-    def _drop_slow_holders(self, asking: Connection, wanted: int) -> bool:
+    def _drop_slow_holders(self, asking: Connection | None, wanted: int) -> bool:
         """Disconnect those that hold receive memory and move fewer bytes a second than `min_receive_rate`, the largest
         first; none if even all of them would not do.
         """

@@ -17,7 +17,7 @@ comes out as a `Refused`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from pion.config import (
@@ -162,6 +162,11 @@ class RespParser:
     def in_request(self) -> bool:
         """A request has begun whose header is complete; reservations, if any, belong to it."""
         return self._argv is not None
+
+    @property
+    def unfinished(self) -> Sequence[Buffer]:
+        """The arguments so far of the request whose payload memory is asked for."""
+        return self._argv or ()
 
     @property
     def between_requests(self) -> bool:

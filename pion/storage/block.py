@@ -177,12 +177,12 @@ class Layer:
             if old not in made:
                 found = made[old] = stand_in(old)
                 if found is not None:
-                    found.live = 0
+                    found.change_live(-found.live)
             new = made[old]
             if new is not None:
                 size = (block.stop - block.start) * width
                 self._blocks[index] = Block(block.start, block.stop, new, block.offset)
-                new.live += size
+                new.change_live(size)
                 old.drop(size)
 
     @property

@@ -15,6 +15,7 @@ import trio
 
 from pion.errors import OutOfMemoryError
 from pion.storage.disk_budget import DiskBudget
+from pion.storage.unit import Unit
 from pion.storage.vstore import VStore
 
 HIGH_SHARE: Final = 0.90
@@ -44,10 +45,16 @@ class Budget:
     def __init__(self, store: VStore, disk: DiskBudget) -> None:
         self._store = store
         self.disk = disk
+        self.sending: Callable[[], int] = lambda: store.ledger.sending_bytes
+        """Bytes that replies alone hold: rows that were dropped, and pieces that were converted for them."""
         self.tier_helps: Callable[[], bool] = lambda: False
         """Whether a tier is about to take rows out of memory."""
         self.cut_readers: Callable[[int], None] = lambda allowed: None
         """Disconnects the slowest readers until replies alone hold no more than so many bytes, or will soon."""
+        self.cut_senders: Callable[[int], object] = lambda wanted: None
+        """Disconnects those who hold receive memory and are too slow, if so many bytes come back by it."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Nobody may wait any longer: the server stops."""
         self.asked_bytes = 0
         """What those who wait now want to have."""
         self.waits = 0
@@ -67,10 +74,11 @@ class Budget:
             return False
         return self.tier_helps() or self._too_much_is_sent
 
-    def take(self, nbytes: int, held: int = 0) -> bool | None:
+    def take(self, nbytes: int, held: int = 0, target: frozenset[Unit] = frozenset()) -> bool | None:
         """Make room for `nbytes` beside all that is being received, of which who asks holds `held` bytes itself.
 
-        False: it can't be; None: it may be, a little later.
+        `target` is what it will be stored into, and must not go for it. False: it can't be; None: it may be, a little
+        later.
         """
         store, limit = self._store, self._store.config.max_bytes
         wanted = nbytes + store.in_flight()
@@ -84,16 +92,19 @@ class Budget:
             return True
         if self.tier_helps():
             return None
-        if store.squeeze(wanted):
+        if store.squeeze(wanted, target):
             return True
-        if store.ledger.sending_bytes:
-            self.cut_readers(max(0, store.ledger.sending_bytes - store.over(wanted)))
+        if self.sending():
+            self.cut_readers(max(0, self.sending() - store.over(wanted)))
             return None
-        return None if store.in_flight() > held else False
+        if store.in_flight() > held:
+            self.cut_senders(store.over(wanted))
+            return None
+        return False
 
-    def take_now(self, nbytes: int) -> bool:
-        """As `take`, for who has waited: by eviction, if nothing else was of use."""
-        return self._store.squeeze(nbytes + self._store.in_flight())
+    def take_now(self, nbytes: int, target: frozenset[Unit] = frozenset()) -> bool:
+        """As `take`, for who has waited, or can't: by eviction, if nothing else was of use."""
+        return self._store.squeeze(nbytes + self._store.in_flight(), target)
 
     async def admit(self, nbytes: int) -> None:
         """Before a change that takes up to `nbytes`: until memory and disk have room for it. Raises OutOfMemoryError.
@@ -120,27 +131,27 @@ class Budget:
                 found = self.take(nbytes, held)
                 if found is not None:
                     return found
-                if trio.current_time() >= give_up_s:
+                if trio.current_time() >= give_up_s or self.stopping():
                     return self.take_now(nbytes)
                 await trio.sleep(LOOK_AGAIN_S)
 
     @property
     def _too_much_is_sent(self) -> bool:
-        return self._store.ledger.sending_bytes > SENDING_SHARE * self._store.config.max_bytes
+        return self.sending() > SENDING_SHARE * self._store.config.max_bytes
 
     async def _wait_for_others(self, nbytes: int) -> None:
         """While the tier or the end of slow readers makes room; without that the change itself does."""
         store = self._store
         give_up_s = trio.current_time() + WAIT_S
+        self.waits += 1
         with self._asking(nbytes):
             while store.over(wanted := nbytes + store.in_flight() + COMMAND_BYTES) > 0:
                 if self._too_much_is_sent:
                     self.cut_readers(int(SENDING_SHARE * store.config.max_bytes))
                 if store.relieve(wanted) or not (self.tier_helps() or self._too_much_is_sent):
                     return
-                if trio.current_time() >= give_up_s:
+                if trio.current_time() >= give_up_s or self.stopping():
                     return
-                self.waits += 1
                 await trio.sleep(LOOK_AGAIN_S)
 
     @contextmanager

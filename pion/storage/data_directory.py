@@ -36,6 +36,9 @@ LOG_FREE_RECORDS: Final = 100_000
 LOG_SHARE: Final = 0.25
 """Of the disk budget: a log that is longer is replaced by a snapshot, so that the tier has the space."""
 
+QUEUE_SHARE: Final = 0.05
+"""Of the byte budget: what may wait to be written to the log."""
+
 RETRY_S: Final = 60.0
 """Pause after a snapshot that failed by itself, before the next one."""
 
@@ -273,7 +276,7 @@ def open_disk(
         0,
         found.position,
         Sync(config.wal_sync),
-        queue_bytes=config.wal_queue_bytes,
+        queue_bytes=_queue_bytes(config),
         segments=found.sizes(),
         segment_limit=segment_limit,
     )
@@ -305,6 +308,13 @@ def open_disk(
         lock=lock,
         load_seconds=seconds,
     )
+
+
+def _queue_bytes(config: Config) -> int:
+    """What waits to be written may have been evicted meanwhile, and is in memory all the same."""
+    if not config.max_bytes:
+        return config.wal_queue_bytes
+    return min(config.wal_queue_bytes, max(MIB, int(QUEUE_SHARE * config.max_bytes)))
 
 
 @contextmanager

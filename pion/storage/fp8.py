@@ -148,14 +148,12 @@ def _error(
     """The squared error of every group with these scales. The last three are scratch."""
     _scaled(magnitudes, scales, work)
     _exponents(work, rounder)
-    # (x + r) - r - x, where r rounds.
-    rounded = rounder
-    np.add(work, rounder, out=work)
-    np.subtract(work, rounder, out=work)
-    np.multiply(work.reshape(-1, GROUP), fp16_to_fp32(scales)[:, None], out=rounded.reshape(-1, GROUP))
-    np.subtract(rounded, magnitudes, out=work)
-    np.multiply(work, work, out=work)
-    return fold(np.add, work, GROUP, halves).copy()
+    # (x + r) - r - x, where r rounds: the error in units of the scale.
+    np.add(work, rounder, out=halves)
+    np.subtract(halves, rounder, out=halves)
+    np.subtract(halves, work, out=halves)
+    np.multiply(halves, halves, out=work)
+    return fold(np.add, work, GROUP, halves) * np.square(fp16_to_fp32(scales))
 
 
 FP8: Final = Fp8("fp8", multiple=GROUP)

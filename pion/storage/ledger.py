@@ -39,6 +39,9 @@ TABLE_COST: Final = 136
 CHAIN_COST: Final = 96
 """Bytes for a link to a parent: the entry among the parent's children."""
 
+PLACED_COST: Final = 312
+"""Bytes for one run of rows that lies in the tier, beside its block: its place, its memory and its region."""
+
 PENDING_COST: Final = 416
 """Bytes for a registration that is not complete."""
 
@@ -182,6 +185,10 @@ class Memory:
 
     def _hold(self) -> None:
         self._ledger.hold(self.nbytes)
+
+    def change_live(self, by: int) -> None:
+        """More or less of it is in a table, since it takes the place of other memory."""
+        self.live += by
 
     def drop(self, nbytes: int) -> None:
         """`nbytes` of it are no longer in a table."""

@@ -6,7 +6,6 @@ only in the tier, and `PromotedMemory` while a copy is in memory, too: then they
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pion.storage.ledger import Ledger, Memory
+from pion.storage.ledger import PLACED_COST, Ledger, Memory
 from pion.storage.region import MappedMemory, Region
 from pion.storage.tiers.base import OpenedObject, TierUnavailableError
 from pion.storage.tiers.runs import PlacedRun
@@ -87,6 +86,7 @@ class TierMemory(MappedMemory):
         self._ledger = ledger
         self._array: NDArray[np.uint8] | None = None
         file.hold()
+        file.files.row_bytes += run.nbytes
         self._hold()
 
     @property
@@ -111,9 +111,14 @@ class TierMemory(MappedMemory):
                 self._array = array  # from here on it doesn't matter whether the object stays open
         return self.verified
 
+    def change_live(self, by: int) -> None:
+        """See `Memory`."""
+        super().change_live(by)
+        self.file.files.row_bytes += by
+
     def drop(self, nbytes: int) -> None:
         """See `Memory`."""
-        self.live -= nbytes
+        self.change_live(-nbytes)
         if not self.live:
             self.file.release()
 
@@ -128,7 +133,13 @@ class PromotedMemory(Memory):
         self.run = run
         file.hold()
         file.files.promoted += 1
+        file.files.row_bytes += run.nbytes
         super().__init__(buffer, ledger)
+
+    def change_live(self, by: int) -> None:
+        """See `Memory`."""
+        super().change_live(by)
+        self.file.files.row_bytes += by
 
     def withdrawn(self) -> TierMemory:
         """What stands for the rows once this copy goes."""
@@ -137,6 +148,7 @@ class PromotedMemory(Memory):
     def drop(self, nbytes: int) -> None:
         """See `Memory`."""
         super().drop(nbytes)
+        self.file.files.row_bytes -= nbytes
         if not self.live:
             self.file.files.promoted -= 1
             self.file.release()
@@ -155,10 +167,14 @@ class TierFiles:
         self.known: dict[str, TierFile] = {}
         self.writing: dict[str, Unit] = {}
         """Units that are being written, by the key of their object."""
-        self.garbage: deque[str] = deque()
-        """Keys of objects that nothing refers to, oldest first."""
+        self.garbage: dict[str, None] = {}
+        """Keys of objects that nothing refers to, oldest first. Until the log has on stable storage why, a start may
+        need them.
+        """
         self.nbytes = 0
         """Of the known objects."""
+        self.row_bytes = 0
+        """Of rows in tables that lie in an object."""
         self.promoted = 0
         """Copies of rows in memory that the tier has, too."""
         self.on_withdraw: Callable[[], None] = lambda: None
@@ -174,6 +190,7 @@ class TierFiles:
         """A new object that holds rows of `unit`."""
         file = self.known[key] = TierFile(self, key, nbytes, runs, unit)
         self.nbytes += nbytes
+        self._ledger.charge(PLACED_COST * len(runs))
         return file
 
     def memories(self, file: TierFile) -> list[TierMemory]:
@@ -200,7 +217,8 @@ class TierFiles:
         """Nothing refers to it."""
         if self.known.pop(file.key, None) is not None:
             self.nbytes -= file.nbytes
-            self.garbage.append(file.key)
+            self._ledger.charge(-PLACED_COST * len(file.runs))
+            self.garbage[file.key] = None
             self.on_forget(file)
 
 

@@ -138,13 +138,10 @@ def _check_parent(store: VStore, change: Register, unit: Unit | None) -> int:
     return change.offset
 
 
-def room_for_register(store: VStore, change: Register) -> tuple[int, int, set[Unit]]:
+def room_for_register(store: VStore, change: Register) -> tuple[int, int, list[Unit]]:
     """The sides that are missing and what the options take; neither the prefix nor its ancestors may go for it."""
     unit = store.prefixes.get(change.ns)
-    protected = set(unit.chain()) if unit is not None else set()
     parent = store.prefixes.get(change.parent) if change.parent is not None else None
-    if parent is not None:
-        protected |= set(parent.chain())
     nbytes = max(0, len(change.meta or b"") - len(unit.meta or b"" if unit is not None else b""))
     nbytes += CHAIN_COST + PENDING_COST + (UNIT_COST + len(change.ns) if unit is None else 0)
     if change.hashes is not None and (unit is None or not unit.complete):
@@ -155,7 +152,8 @@ def room_for_register(store: VStore, change: Register) -> tuple[int, int, set[Un
             length += len(above.table.chain)
         tables = 1 + sum(below.table is not None for below in unit.descendants()) if unit is not None else 1
         nbytes += TABLE_COST + tables * length
-    return 2 - (unit.sessions if unit is not None else 0), nbytes, protected
+    spared = [each for each in (unit, parent) if each is not None]
+    return 2 - (unit.sessions if unit is not None else 0), nbytes, spared
 
 
 def apply_register(store: VStore, change: Register) -> None:

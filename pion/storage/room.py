@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pion.storage.ledger import CHAIN_COST, LAYER_COST, SIDE_COST, UNIT_COST
+from pion.storage.ledger import CHAIN_COST, LAYER_COST, PLACED_COST, SIDE_COST, UNIT_COST
 from pion.storage.unit import SIDES, Side, Unit
 
 
@@ -18,6 +18,8 @@ def memory_bytes(unit: Unit) -> int:
         total += CHAIN_COST
     if unit.pending is not None:
         total += unit.pending.cost
+    for file in unit.tier_files():
+        total += PLACED_COST * len(file.runs)
     return total + sum(side_bytes(unit, side) for side in SIDES)
 
 

@@ -80,13 +80,13 @@ def check_create(store: VStore, change: CreateSession) -> None:
             raise ExistsError(f"session {show(change.sid)} exists with another shape, {schema}")
 
 
-def room_for_create(store: VStore, change: CreateSession) -> tuple[int, int, set[Unit]]:
+def room_for_create(store: VStore, change: CreateSession) -> tuple[int, int, list[Unit]]:
     """One session, unless it is there; its other side must not go for it."""
     if store.held_session(change.sid) is not None:
-        return 0, 0, set()
+        return 0, 0, []
     split = split_sid(change.sid)
     other = store.prefixes.get(split[0]) if split else None
-    return 1, UNIT_COST + len(change.sid), {other} if other is not None else set()
+    return 1, UNIT_COST + len(change.sid), [other] if other is not None else []
 
 
 def apply_create(store: VStore, change: CreateSession) -> None:
@@ -121,13 +121,13 @@ def check_store(store: VStore, change: StoreRows) -> None:
             )
 
 
-def room_for_store(store: VStore, change: StoreRows) -> tuple[int, int, set[Unit]]:
+def room_for_store(store: VStore, change: StoreRows) -> tuple[int, int, list[Unit]]:
     """The payload and its fixed costs: what it replaces goes only when it is there. What it extends must not go."""
     found = store.held_session(change.sid)
     assert found is not None  # noqa: S101  checked
     data = change.data
     payload = data.nbytes if isinstance(data, Memory) else len(data)
-    return 0, payload + BLOCK_COST + LAYER_COST + SIDE_COST, set(found[0].chain())
+    return 0, payload + BLOCK_COST + LAYER_COST + SIDE_COST, [found[0]]
 
 
 def apply_store(store: VStore, change: StoreRows) -> None:

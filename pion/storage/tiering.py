@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -35,7 +36,7 @@ from pion.config import MIB
 from pion.errors import StartupError
 from pion.storage.block import Block, adjacent
 from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOW_SHARE, Budget
-from pion.storage.changes import PlaceRows, Reason
+from pion.storage.changes import PlaceRows
 from pion.storage.data_directory import DataDirectory
 from pion.storage.disk_budget import DiskBudget
 from pion.storage.orders import Orders
@@ -81,6 +82,15 @@ STALL_S: Final = 2.0
 """A write that takes longer, beside its time at `SLOW_BYTES_PER_S`, is not waited for: prefixes are dropped instead."""
 
 SLOW_BYTES_PER_S: Final = 32 * MIB
+
+LOOKS: Final = 512
+"""Units in the order of eviction that are looked at for one with rows."""
+
+CLEAN_AGAIN_S: Final = 60.0
+"""Before a tier that could not be cleaned is tried again."""
+
+COMPLAIN_S: Final = 60.0
+"""Between two warnings that objects can't be deleted, which is tried twice a second."""
 
 DELETED_AT_ONCE: Final = 64
 """Objects: a call that has too many for its deadline would never succeed."""
@@ -136,6 +146,7 @@ class Tiering:
         self._threads = trio.CapacityLimiter(WRITERS)
         self._deleting = trio.Lock()
         self._promoting = 0
+        self._complain_at_s = -math.inf
         store.on_growth = self._on_growth
         store.tier_files.opener = self.open
         store.tier_files.on_use = self._on_use
@@ -267,16 +278,23 @@ class Tiering:
             except TierMissError as error:  # a part of it was in the tier already
                 logger.error("tier %s: %s: %s", self.tier.url, show(unit.name), error)
                 self._store.drop_damaged(unit)
+                _let_go(error)
             except TierUnavailableError as error:
                 self._failed(f"{show(unit.name)} can't be written", error)
-                self._store.tier_files.garbage.append(key)
+                self._store.tier_files.garbage[key] = None
+                _let_go(error)
+            except Exception:  # too many runs for a header, no memory: one prefix must not end the service
+                logger.exception("tier %s: %s can't be written", self.tier.url, show(unit.name))
+                self._store.tier_files.garbage[key] = None
+                self._paused_until_s = trio.current_time() + PAUSE_S
             finally:
                 del self._writing[key]
                 self._late_s.pop(key, None)
 
     def _next_victim(self) -> Unit | None:
         busy = set(self._writing.values())
-        victims = self._orders().warm.victims()
+        # Without rows there is nothing to write: many such units at the front of the order are for eviction to drop.
+        victims = islice(self._orders().warm.victims(), LOOKS)
         return next((unit for unit in victims if unit not in busy and next(unit.all_layers(), None) is not None), None)
 
     async def _place(self, unit: Unit, key: str) -> None:
@@ -284,20 +302,24 @@ class Tiering:
         rows = rows_of(unit)
         with store.tier_files.pinned(_files_of(rows)):
             for file in _files_of(rows):
-                await self.open(file)
+                try:
+                    await self.open(file)
+                except TierMissError:
+                    if file.refs and _is_there(store, unit):
+                        raise
+                    return  # its rows were replaced meanwhile
             layout = await trio.to_thread.run_sync(_lay_out, key, registration(unit), rows, limiter=self._threads)
         if layout is None:
             if rows_of(unit) == rows and _is_there(store, unit):
                 store.drop_damaged(unit)
             return
         if not await self._disk.fit(layout.nbytes):
-            if _is_there(store, unit):
-                store.drop_unit(unit, Reason.EVICTED)
+            self._paused_until_s = trio.current_time() + PAUSE_S  # what memory has no room for is dropped meanwhile
             return
         self._late_s[key] = trio.current_time() + STALL_S + layout.nbytes / SLOW_BYTES_PER_S
         await self.tier.put(key, layout.head, layout.parts)
         if not _is_there(store, unit) or not unit.evictable or unit.cold or rows_of(unit) != rows:
-            store.tier_files.garbage.append(key)  # it was written for nothing
+            store.tier_files.garbage[key] = None  # it was written for nothing
             return
         store.commit(PlaceRows(unit.name, unit.lone, key, layout.nbytes, layout.runs))
         self.statistics.demoted += 1
@@ -375,6 +397,8 @@ class Tiering:
                     await self._bring_back(file)
                 except TierError as error:  # the next reply will meet it, and say so
                     logger.info("tier %s: %s is not brought back: %s", self.tier.url, file.key, error)
+                except Exception:  # no memory: one prefix must not end the service
+                    logger.exception("tier %s: %s can't be brought back", self.tier.url, file.key)
 
     async def _bring_back(self, file: TierFile) -> None:
         store, unit = self._store, file.unit
@@ -393,7 +417,7 @@ class Tiering:
             with store.tier_files.pinned([file]):
                 await self.open(file)
                 copies = await trio.to_thread.run_sync(_copies, list(memories), limiter=self._threads)
-            if copies is None or not _is_there(store, unit) or not unit.cold:
+            if copies is None or not _is_there(store, unit) or not unit.cold or self._over(1.0) > 0:
                 return
             for layer in unit.all_layers():
                 layer.exchange(
@@ -414,20 +438,37 @@ class Tiering:
     # Deleting.
 
     async def _tidy(self) -> None:
-        known = self._store.tier_files.known
-        try:
-            cleaned = await self.tier.clean(lambda key: key in known or key in self._writing or key == OWNER_KEY)
-            if cleaned.files:
-                logger.info(
-                    "tier %s: removed %d files of earlier runs, %d bytes", self.tier.url, cleaned.files, cleaned.nbytes
-                )
-        except TierUnavailableError as error:
-            self._failed("it can't be cleaned", error)
+        clean_at_s = trio.current_time()
         while True:
+            if trio.current_time() >= clean_at_s:
+                clean_at_s = math.inf if await self._clean() else trio.current_time() + CLEAN_AGAIN_S
             await trio.sleep(TIDY_S)
             await self._delete_garbage()
 
-    async def _delete_garbage(self) -> None:
+    async def _clean(self) -> bool:
+        """Remove what earlier runs have left, and count what is there; False if it must be tried again."""
+        files, data = self._store.tier_files, self._data()
+        try:
+            if data is not None:
+                # What was replayed may not be flushed: a power cut now could bring back what refers to other objects.
+                await data.log.wait_durable(data.log.sequence)
+            cleaned = await self.tier.clean(
+                lambda key: key in files.known or key in files.garbage or key in self._writing or key == OWNER_KEY
+            )
+        except OSError:
+            return False
+        except TierUnavailableError as error:
+            self.statistics.failures += 1
+            logger.warning("tier %s: it can't be cleaned: %s", self.tier.url, error)
+            return False
+        if cleaned.files:
+            logger.info(
+                "tier %s: removed %d files of earlier runs, %d bytes", self.tier.url, cleaned.files, cleaned.nbytes
+            )
+        return True
+
+    async def _delete_garbage(self) -> bool:
+        """Delete what nothing refers to; False if the tier or the log doesn't let us."""
         garbage, data = self._store.tier_files.garbage, self._data()
         async with self._deleting:
             while keys := list(islice(garbage, DELETED_AT_ONCE)):
@@ -436,12 +477,16 @@ class Tiering:
                         await data.log.wait_durable(data.log.sequence)
                     await self.tier.delete(keys)
                 except OSError:
-                    return  # the log has failed, and says so; they may be needed after a restart
+                    return False  # the log has failed, and says so; they may be needed after a restart
                 except TierUnavailableError as error:
-                    self._failed(f"{len(garbage)} objects can't be deleted", error)
-                    return
-                for _ in keys:
-                    garbage.popleft()
+                    self.statistics.failures += 1
+                    if trio.current_time() >= self._complain_at_s:
+                        self._complain_at_s = trio.current_time() + COMPLAIN_S
+                        logger.warning("tier %s: %d objects can't be deleted: %s", self.tier.url, len(garbage), error)
+                    return False
+                for key in keys:
+                    del garbage[key]
+        return True
 
 
 Rows = list[tuple[Side, int, int, tuple[Block, ...]]]
@@ -482,6 +527,13 @@ def _copies(memories: Sequence[TierMemory]) -> dict[TierMemory, NDArray[np.uint8
     if not all(memory.verify() for memory in memories):
         return None
     return {memory: memory.buffer.copy() for memory in memories}
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Take the rows out of the frames that an error came through: it may be in a cycle, and they must go now."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_there(store: VStore, unit: Unit) -> bool:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 from pion.storage.block import Layer
 from pion.storage.changes import Declaration
 from pion.storage.ledger import PENDING_COST, SIDE_COST, Ledger
-from pion.storage.placed import placed_file
+from pion.storage.placed import TierFile, placed_file
 from pion.storage.prefix_index import BlockTable
 from pion.storage.schema import Schema
 
@@ -189,6 +189,11 @@ class Unit:
         for rows in (self.k_rows, self.v_rows):
             if rows is not None:
                 yield from rows.layers.values()
+
+    def tier_files(self) -> list[TierFile]:
+        """The objects of the tier that some of its rows lie in."""
+        memories = (block.memory for layer in self.all_layers() for block in layer.blocks)
+        return [file for file in dict.fromkeys(map(placed_file, memories)) if file is not None]
 
     @property
     def placed(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import attrs
 
 from pion.args import show
-from pion.config import MIB, Config
+from pion.config import INLINE_ARG_BYTES, MIB, Config
 from pion.errors import BusyError, CommandError, OutOfMemoryError
 from pion.storage import prefix_changes, session_changes
 from pion.storage.changes import (
@@ -235,8 +235,9 @@ class VStore:
             self.drop_expired(EXPIRED_FIRST)
         check(self, change)
         if need is not None:
-            sessions, nbytes, protected = need(self, change)
-            self._make_room(sessions, nbytes, protected)
+            sessions, nbytes, spared = need(self, change)
+            others = self.in_flight() - _received_bytes(change) if self.config.max_bytes else 0
+            self._make_room(sessions, nbytes + max(0, others), spared)
         if self.before_change is not None:
             self.before_change(change)
         sessions_before = self.sessions
@@ -278,8 +279,14 @@ class VStore:
                 if not unit.cold and unit.in_files:
                     self.set_cold(unit, True)
 
-    def _make_room(self, sessions: int, nbytes: int, protected: set[Unit]) -> None:
+    def _make_room(self, sessions: int, nbytes: int, spared: list[Unit]) -> None:
+        """Evict, but neither what is `spared` nor what it continues. Raises OutOfMemoryError."""
         excess = self.sessions + sessions - self.config.max_sessions if sessions > 0 else 0
+        if self.config.max_bytes:
+            self.on_growth()
+        if excess <= 0 and self.over(nbytes) <= 0:
+            return
+        protected = {part for unit in spared for part in unit.chain()}
         if excess > 0:
             victims = choose(self.policy, excess, 0, protected, memory_bytes)
             if victims is None:
@@ -288,8 +295,6 @@ class VStore:
                 )
             for victim in victims:
                 self.drop_unit(victim, Reason.EVICTED)
-        if self.config.max_bytes:
-            self.on_growth()
         if self.over(nbytes) > 0 and not self.squeeze(nbytes, protected):
             raise OutOfMemoryError(
                 f"{self.ledger.charged_bytes} of {self.config.max_bytes} bytes are in use (--max-bytes), "
@@ -301,7 +306,7 @@ class VStore:
     @property
     def unplaced_bytes(self) -> int:
         """Payload that the tier hasn't: what a snapshot would write."""
-        return max(0, self.ledger.payload_bytes - self.tier_files.nbytes)
+        return self.ledger.payload_bytes - self.tier_files.row_bytes
 
     def over(self, nbytes: int) -> int:
         """How far `nbytes` more would exceed the budget; 0 or less if they fit, or without a budget."""
@@ -309,9 +314,8 @@ class VStore:
         return self.ledger.charged_bytes + nbytes - limit if limit else 0
 
     def squeeze(self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset()) -> bool:
-        """Evict until `nbytes` more fit; False, and nothing changed, if that can't be.
-
-        False, too, when what was evicted is still being sent.
+        """Evict until `nbytes` more fit. False if that can't be, and then nothing was evicted; or if what was evicted
+        is still being sent.
         """
         for _ in range(SQUEEZES):
             over = self.over(nbytes)
@@ -492,6 +496,12 @@ def _in_tier_only(memory: Memory) -> Memory | None:
     return memory.withdrawn() if isinstance(memory, PromotedMemory) else None
 
 
+def _received_bytes(change: Change) -> int:
+    """What of the payloads in flight becomes the change's own rows."""
+    data = change.data if type(change) is StoreRows else b""
+    return len(data) if not isinstance(data, Memory) and len(data) > INLINE_ARG_BYTES else 0
+
+
 def is_internal(change: Change) -> bool:
     """Whether the store makes the change by itself: an eviction, an expiry, an end of what can't be completed.
 
@@ -505,7 +515,7 @@ def is_internal(change: Change) -> bool:
 _Rule = tuple[
     Callable[[VStore, Any], None],
     Callable[[VStore, Any], None],
-    Callable[[VStore, Any], tuple[int, int, set[Unit]]] | None,
+    Callable[[VStore, Any], tuple[int, int, list[Unit]]] | None,
 ]
 
 _RULES: Final[dict[type, _Rule]] = {
@@ -519,4 +529,4 @@ _RULES: Final[dict[type, _Rule]] = {
     SetExpiry: (prefix_changes.check_known, prefix_changes.apply_expiry, None),
     SetPin: (prefix_changes.check_known, prefix_changes.apply_pin, None),
 }
-"""Kind of change -> check, apply, and how many sessions and bytes it needs, with the units that must not go for it."""
+"""Kind of change -> check, apply, and how many sessions and bytes it needs, and the units that must not go for it."""

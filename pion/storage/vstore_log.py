@@ -82,7 +82,7 @@ class VStoreLog(Durable):
         rows: Raw | Memory = b""
         damaged = False
         if data is not None:
-            if data.nbytes >= MAP_FROM_BYTES:
+            if data.nbytes >= MAP_FROM_BYTES or self._store.over(data.nbytes) > 0:
                 rows = MappedMemory(data, self._store.ledger)
             else:
                 try:

@@ -179,6 +179,11 @@ class Log:
         """Bytes of all segments on disk."""
         return self._writer.size_bytes
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of changes that are not written yet, with what their queue costs."""
+        return self._queued
+
     def statistics(self) -> WalStatistics:
         """The counters now."""
         return WalStatistics(
@@ -262,6 +267,8 @@ class Log:
 
         Raises OSError if the log has failed. Cancellation: no effect.
         """
+        if self.error:
+            raise OSError(self.error)  # what is in the log no more may still be needed, after a restart
         await self.wait_written(sequence)
         if self._durable < sequence:
             await self._flush()

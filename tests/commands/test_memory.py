@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pion.commands import memory
 from pion.commands.memory import IDLE_BYTES, findings
 from pion.config import Config
 from pion.replies import Blob, Map
@@ -170,10 +171,18 @@ def unread(kv: Harness, *args: Any) -> Blob:
     raise AssertionError("the command waits")
 
 
+@pytest.fixture
+def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that has run a thousand other tests before."""
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: 30_000_000)
+
+
+@pytest.mark.usefixtures("small_process")
 def test_doctor_has_nothing_to_say_of_an_empty_server() -> None:
     assert call(make(), "MEMORY", "DOCTOR") == "Nothing to report: memory is as it should be."
 
 
+@pytest.mark.usefixtures("small_process")
 def test_doctor_names_the_byte_limit() -> None:
     kv = make(max_bytes=100_000)
     call(kv, "V.CREATE", "notes", 1, "VQUANT", "fp32")

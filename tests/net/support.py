@@ -29,6 +29,9 @@ __all__ = ["Client", "Rig", "request"]
 
 PONG = Simple("PONG")
 
+FREE_MEMORY = SimpleNamespace(take=lambda *wanted: True, take_now=lambda *wanted: True, holds_back=False)
+"""A byte budget without a limit."""
+
 
 class Store:
     """What the commands below keep: values by key, and the events that tests and commands meet at."""
@@ -189,7 +192,7 @@ class Rig:
             clock=Clock(),
             registry=self.registry,
             vstore=cast("Any", SimpleNamespace(ledger=self.ledger)),
-            budget=cast("Any", SimpleNamespace(take=lambda nbytes, held: True, holds_back=False)),
+            budget=cast("Any", FREE_MEMORY),
             receipt=Receipt(),
             clients=ClientTable(),
             monitor=self.monitor,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pion.config import Config
+from pion.errors import OutOfMemoryError
 from pion.receipt import ESTIMATE_US_PER_TOKEN
 from pion.storage.changes import Declaration, DropPrefix, Register, SetPin, StoreRows
 from pion.storage.eviction import MAX_NOTES
@@ -344,3 +345,45 @@ def test_the_dear_model_stays_and_leaves_go_before_their_parents() -> None:
     assert store.visible(b"pinned")
     store.commit(DropPrefix(b"root"))
     assert store.visible(b"leaf") is None
+
+
+DO = st.sampled_from(["put", "put", "put", "begin", "use", "pin", "unpin", "drop"])
+
+
+@given(st.lists(st.tuples(DO, st.integers(0, 11), st.integers(0, 11), PAUSE), max_size=60))
+def test_random_use_of_a_full_store_breaks_no_rule(steps) -> None:
+    clock = FakeClock()
+    store = make_store(clock, 12)
+    schema = Schema.uniform(FP32, 1)
+    for what, number, other, pause_s in steps:
+        clock.advance(pause_s)
+        name = f"{number}"
+        ns = name.encode()
+        kept = {unit.name for unit in store.units() if unit.pinned or unit.pending is not None}
+        if what == "drop":
+            kept -= {unit.name for unit in store.prefixes[ns].descendants()} | {ns} if ns in store.prefixes else set()
+        free = [unit for unit in store.units() if not (unit.pinned or unit.pending or unit.children)]
+        try:
+            if what == "put" and ns not in store.prefixes:
+                parent = str(other) if store.visible(b"%d" % other) else None
+                put(store, name, 10.0 ** (number % 4), parent)
+            elif what == "begin" and ns not in store.prefixes:
+                store.commit(Register(ns=ns, k_schema=schema, v_schema=schema, declaration=Declaration(1, 1), owner=1))
+            elif what == "use" and store.visible(ns):
+                store.touch(store.prefix(ns))
+            elif what in ("pin", "unpin") and ns in store.prefixes:
+                store.commit(SetPin(ns, what == "pin"))
+                kept.discard(ns)
+            elif what == "drop" and ns in store.prefixes:
+                store.commit(DropPrefix(ns))
+        except OutOfMemoryError:
+            # What is continued by the new prefix is protected, whatever is free beside it would have gone.
+            ancestors = store.prefixes[b"%d" % other].chain() if b"%d" % other in store.prefixes else []
+            assert all(unit in ancestors for unit in free)
+        assert kept <= {unit.name for unit in store.units()}
+        assert store.sessions <= 12
+        for unit in store.units():
+            assert unit.parent is None or store.prefixes.get(unit.parent.name) is unit.parent
+        found = list(store.policy.victims())
+        assert set(found) == {unit for unit in store.units() if unit.evictable}
+        assert found == sorted(found, key=store.policy.warm.rank)
