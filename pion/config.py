@@ -407,6 +407,12 @@ RECEIVE_TURN_NS: Final = TURN_NS // 2
 SESSIONS_WITH_BUDGET: Final = 1_048_576
 """--max-sessions when --max-bytes is given and it is not: then bytes are the limit, and this one bounds the tables."""
 
+TIER_OPEN_OBJECTS: Final = 128
+"""Objects of the tier kept open, the least recently used go first: each takes two file descriptors."""
+
+TIER_DESCRIPTORS: Final = 3 * TIER_OPEN_OBJECTS
+"""File descriptors that a server with a tier keeps from its clients: a reply in flight holds one of a closed object."""
+
 LONG_REPLY_ITEMS: Final = 32
 """An array or map of more items is encoded in turns, since an item can be large itself."""
 

@@ -19,7 +19,7 @@ import trio
 
 from pion import process
 from pion.clients import ClientTable
-from pion.config import Config
+from pion.config import TIER_DESCRIPTORS, Config
 from pion.context import Clock, Services
 from pion.dispatch import Dispatcher
 from pion.errors import PluginError, StartupError
@@ -317,7 +317,8 @@ async def _watch_signals(
 def run(config: Config, announce: Callable[[Started], None]) -> None:
     """Run a server process in the foreground: tune the process, serve with signals, call `announce` once listening."""
     process.tune_allocator()
-    fitting = process.raise_descriptor_limit(config.max_clients)
+    others = TIER_DESCRIPTORS if config.tier_dir else 0
+    fitting = max(1, process.raise_descriptor_limit(config.max_clients + others) - others)
     if fitting < config.max_clients:
         logger.warning("file descriptors allow %d clients, not --maxclients %d", fitting, config.max_clients)
         config = attrs.evolve(config, max_clients=fitting)

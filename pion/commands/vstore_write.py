@@ -140,7 +140,12 @@ COMMANDS: Final = (
         args=(
             SID,
             Arg(name="dim", type=ArgType.INTEGER, optional=True, summary="values in a row, for all layers"),
-            Arg(name="format", token="VQUANT", optional=True, summary="stored format, as in KV.PREFIX.REGISTER; default fp16"),
+            Arg(
+                name="format",
+                token="VQUANT",
+                optional=True,
+                summary="stored format, as in KV.PREFIX.REGISTER; default fp16",
+            ),
             Arg(
                 name="runs",
                 token="SCHEMA",

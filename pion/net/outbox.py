@@ -37,7 +37,7 @@ class Announced(Protocol):
         """The error for a broken one."""
 
     def call_when_over(self, callback: Callable[[], None]) -> None:
-        """Have it called on the event loop, once; at most one callback each connection is registered at a time."""
+        """Have it called on the event loop, once. A connection that was woken meanwhile may ask again."""
 
 
 class Outbox:
@@ -99,10 +99,6 @@ class Outbox:
         self.left = True
         last.call_when_over(self._logged)  # type: ignore[attr-defined]
         return True
-
-    def take_back(self) -> None:
-        """The task goes on, and will flush them itself."""
-        self.left = False
 
     def close(self) -> None:
         """The connection is over: nothing more is sent, and payloads are given up."""

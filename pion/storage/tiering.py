@@ -32,10 +32,10 @@ import trio
 from numpy.typing import NDArray
 
 from pion.args import show
-from pion.config import MIB
+from pion.config import MIB, TIER_OPEN_OBJECTS
 from pion.errors import StartupError
 from pion.storage.block import Block, adjacent
-from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOW_SHARE, Budget
+from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOOK_AGAIN_S, LOW_SHARE, Budget
 from pion.storage.changes import PlaceRows
 from pion.storage.data_directory import DataDirectory
 from pion.storage.disk_budget import DiskBudget
@@ -60,8 +60,10 @@ PROMOTE_SHARE: Final = 0.97
 LARGEST_SHARE: Final = 0.5
 """Of the byte budget: a prefix larger than this is not brought back into memory."""
 
-OPEN_OBJECTS: Final = 256
-"""Objects kept open, the least recently used go first: each takes two file descriptors and address space."""
+OPEN_OBJECTS: Final = TIER_OPEN_OBJECTS
+
+ROOM_S: Final = 2.0
+"""How long a prefix that should come back into memory waits for room that demoting makes."""
 
 PAUSE_S: Final = 1.0
 """Without a demotion after the tier has failed or is full: meanwhile memory is made room in by dropping."""
@@ -410,10 +412,16 @@ class Tiering:
         }
         nbytes = sum(memory.nbytes for memory in memories)
         limit = store.config.max_bytes
-        if not nbytes or nbytes > LARGEST_SHARE * limit or self._over(PROMOTE_SHARE) + nbytes > 0:
+        if not nbytes or nbytes > LARGEST_SHARE * limit:
             return
         self._promoting += nbytes
         try:
+            with trio.move_on_after(ROOM_S):
+                while self._over(PROMOTE_SHARE) > 0 and not self._store.relieve(nbytes):
+                    self._grown.set()
+                    await trio.sleep(LOOK_AGAIN_S)
+            if self._over(PROMOTE_SHARE) > 0:
+                return
             with store.tier_files.pinned([file]):
                 await self.open(file)
                 copies = await trio.to_thread.run_sync(_copies, list(memories), limiter=self._threads)
