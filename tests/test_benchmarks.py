@@ -49,6 +49,7 @@ FINDINGS = {
         "turbo2 decode: Pion",
         "fp32 to bf16: Pion",
     ],
+    "eviction": ["one model, 10%: value", "two models, 10%: value"],
     "quality": [
         "fp32, alone: tokens that agree, 2 x 8",
         "bf16: tokens that agree, 2 x 8",

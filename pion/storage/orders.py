@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pion.storage.eviction import OUTSIDE, EvictionPolicy
+from pion.storage.eviction import OUTSIDE, EvictionPolicy, rank_of
 from pion.storage.unit import Unit
 
 
@@ -41,6 +41,10 @@ class Orders:
         """Cold units first: to have them costs what warm ones cost in sessions, and using them takes longer."""
         yield from self.cold.victims()
         yield from self.warm.victims()
+
+    def rank(self, unit: Unit) -> tuple[float, ...]:
+        """See `Ranked`: cold units first."""
+        return (float(not unit.cold), *rank_of(self.cold if unit.cold else self.warm)(unit))
 
     def move(self, unit: Unit, *, cold: bool) -> None:
         """The unit's rows have left memory, or have come back. It keeps its place in time when it leaves."""
