@@ -39,8 +39,8 @@ METHOD = (
     "if the block and all before it are there.",
     "Shares are of the bytes of all different blocks of the hour.",
     "Two models: a fifth of the conversations (by a hash of their second block) goes to a model whose prefill costs 10 "
-    "times as much and whose rows have 0.625 times the bytes, as Llama 2 70B against 7B. At 10 % other assignments give "
-    "1.23 to 1.30, see docs/discussion/eviction.md.",
+    "times as much and whose rows have 0.625 times the bytes, as Llama 2 70B against 7B. Other assignments give 1.23 "
+    "to 1.30 at 10 %, see docs/discussion/eviction.md.",
     "Clairvoyant: what is used again latest goes first, or with two models what costs least for each byte and second "
     "until then.",
     f"{WHOLE}: the missing blocks of a request are one prefix instead of one each; shown for comparison.",

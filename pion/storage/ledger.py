@@ -21,7 +21,7 @@ from pion.replies import Buffer
 Raw: TypeAlias = bytes | memoryview | NDArray[np.uint8]
 """A payload as it is kept: whatever owns the memory, without a view object around it."""
 
-UNIT_COST: Final = 440
+UNIT_COST: Final = 520
 """Bytes for one prefix or session beside its name: the object, its dictionary entry, its place in the name order."""
 
 SIDE_COST: Final = 280

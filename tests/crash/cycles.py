@@ -62,6 +62,10 @@ another client looked at; rows compared are all the others, most of them after a
 TIGHT_SESSIONS: Final = 64
 """--max-sessions in cycles with evictions: less than the clients make, more than they may pin."""
 
+LITTLE_BYTES: Final = 3 << 20
+MUCH_BYTES: Final = 1 << 30
+"""--max-bytes: less than the clients store, more than they may pin and fill at once; and enough for all."""
+
 LOAD_S: Final = (0.05, 0.9)
 SNAPSHOT: Final = "pion.vstore.0"
 LOCK: Final = "pion.lock"
@@ -76,10 +80,13 @@ class Cycle:
     end: str
     tight: bool
     saves: bool
+    memory_bytes: int = 0
+    """--max-bytes; 0: no tier."""
 
     def __str__(self) -> str:
         sessions = f"--max-sessions {TIGHT_SESSIONS}" if self.tight else "no evictions"
-        return f"cycle {self.number} (--wal-sync {self.mode}, {sessions}, end: {self.end})"
+        memory = f", --max-bytes {self.memory_bytes}" if self.memory_bytes else ""
+        return f"cycle {self.number} (--wal-sync {self.mode}, {sessions}{memory}, end: {self.end})"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -99,6 +106,8 @@ class Run:
 
     folder: Path
     seed: int
+    tier: bool = False
+    """Whether there is a tier, which prefixes leave memory for in every other cycle; none may be lost on the way."""
     note: Callable[[Cycle], None] = lambda cycle: None
     """Told when a cycle begins."""
     counts: Counter[str] = attrs.field(factory=Counter)
@@ -121,6 +130,11 @@ class Run:
         """The servers' --dir."""
         return self.folder / "data"
 
+    def options(self, cycle: Cycle) -> tuple[str, ...]:
+        """The server's in a cycle."""
+        tier = ("--tier-dir", str(self.folder / "tier"), "--max-bytes", str(cycle.memory_bytes)) if self.tier else ()
+        return (*cycle.options, *tier)
+
     def run(self, cycles: int) -> None:
         """All cycles, and a last look. Raises BrokenError."""
         cycle = Cycle(0, MODES[0], "load", tight=False, saves=False)
@@ -130,7 +144,7 @@ class Run:
                     self.note(cycle)
                     self._cycle(cycle, random.Random(f"{self.seed}:{cycle.number}"))
                     self.counts["cycles"] += 1
-                self._last_look(Cycle(cycles, MODES[cycles % 3], "last look", tight=False, saves=False))
+                self._last_look(Cycle(cycles, MODES[cycles % 3], "last look", False, False, MUCH_BYTES * self.tier))
         except (ViolationError, TimeoutError) as problem:
             raise BrokenError(
                 f"{cycle}: {problem}\nseed {self.seed}; kept: {self.directory} as it is now, {self._before} as it was "
@@ -148,7 +162,8 @@ class Run:
                 deck.append(deck.pop(next(at for at, end in enumerate(deck) if end not in WITHOUT_LOAD)))
             end = deck.pop()
             saves = end in SNAPSHOT_ENDS or rng.random() < 0.3
-            yield Cycle(number, MODES[number % 3], end, tight=rng.random() < 0.4, saves=saves)
+            memory_bytes = rng.choice((LITTLE_BYTES, LITTLE_BYTES, MUCH_BYTES)) if self.tier else 0
+            yield Cycle(number, MODES[number % 3], end, rng.random() < 0.4, saves, memory_bytes)
 
     # One cycle.
 
@@ -179,7 +194,7 @@ class Run:
         with ExitStack() as stack:
             try:
                 server = stack.enter_context(
-                    ServerProcess("--kvcache", "--dir", str(directory or self.directory), *cycle.options)
+                    ServerProcess("--kvcache", "--dir", str(directory or self.directory), *self.options(cycle))
                 )
             except RuntimeError as error:
                 raise ViolationError(f"the server does not start: {error}") from error
@@ -212,6 +227,7 @@ class Run:
                 if info[field] not in ("0", ""):
                     raise ViolationError(f"INFO says {field}:{info[field]}")
             self._sessions = int(info["vstore_sessions"])
+            self.counts["used_memory"] = max(self.counts["used_memory"], int(info["used_memory"]))
         self._check_backups()
         self._tight = cycle.tight
         self.counts["verified starts"] += 1
@@ -318,7 +334,7 @@ class Run:
         log = self.folder / "start.log"
         command = [sys.executable, "-m", "pion", "server", "--kvcache", "--port", "0", "--dir", str(self.directory)]
         with log.open("w") as output:
-            process = subprocess.Popen([*command, *cycle.options], stdout=output, stderr=output)
+            process = subprocess.Popen([*command, *self.options(cycle)], stdout=output, stderr=output)
             try:
                 if cycle.end == "replay":
                     until = time.monotonic() + PATIENCE_S

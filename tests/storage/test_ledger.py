@@ -70,6 +70,7 @@ MEASURE = """
     from pion.storage.journal import NullJournal
     from pion.storage.ledger import Ledger
     from pion.storage.schema import Schema
+    from pion.storage.tiers.runs import PlacedRun
     from pion.storage.vstore import VStore
     from pion.context import Clock
 
@@ -104,6 +105,15 @@ MEASURE = """
             if i == 0:
                 store.commit(CreateSession(b"s", schema))
             store.commit(StoreRows(b"s", 0, 2 * i, 1, os.urandom(128)))
+        elif what == "placed":
+            layer = i % 32
+            if layer == 0:
+                store.commit(CreateSession(b"s%d" % (i // 32), small))
+            store.commit(StoreRows(b"s%d" % (i // 32), layer, 0, 1, os.urandom(16)))
+            if layer == 31:
+                numbers = [int.from_bytes(os.urandom(8)) for _ in range(64)]
+                runs = tuple(PlacedRun(0, n, 0, 1, 4096 + 64 * n, 16, *numbers[2 * n : 2 * n + 2]) for n in range(32))
+                store.commit(PlaceRows(b"s%d" % (i // 32), True, os.urandom(16).hex(), 8192, runs))
         elif what == "pending":
             store.commit(Register(ns=name, k_schema=schema, v_schema=schema, declaration=Declaration(2, 2), owner=i))
     print((anonymous() - before) / store.ledger.charged_bytes)
@@ -111,7 +121,7 @@ MEASURE = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
-@pytest.mark.parametrize("what", ["prefixes", "tables", "chains", "layers", "blocks", "pending"])
+@pytest.mark.parametrize("what", ["prefixes", "tables", "chains", "layers", "blocks", "placed", "pending"])
 def test_fixed_costs_are_what_they_cost(what: str) -> None:
     """The small objects of a store of nothing but small things weigh what is charged for them."""
     code = textwrap.dedent(MEASURE)
