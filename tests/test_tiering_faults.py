@@ -199,6 +199,7 @@ async def test_lost_deletions_bring_nothing_back(tmp_path) -> None:
         await until(lambda: not started.services.vstore.tier_files.garbage)
         waste = set(tier.inner.objects)
         assert len(waste) > 1
+    tier.loses_deletes = False
     async with tiered_server(MAX_BYTES, tier, tmp_path) as started, Client.of(started) as client:
         assert not any([await is_there(client, name) for name in names(12)])
         await until(lambda: set(tier.inner.objects) == {tiering.OWNER_KEY}), "the start cleans"

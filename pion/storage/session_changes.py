@@ -38,6 +38,8 @@ def remove_unit(store: VStore, unit: Unit) -> None:
         del store.prefixes[unit.name]
         store.prefix_names.remove(unit.name)
     store.policy.remove(unit)
+    if store.quotas is not None:
+        store.quotas.forget(unit)
     store.ledger.charge(-UNIT_COST - len(unit.name))
 
 

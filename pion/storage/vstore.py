@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
 from typing import Any, Final
 
 import attrs
 
 from pion.args import show
 from pion.config import INLINE_ARG_BYTES, MIB, Config
-from pion.errors import BusyError, CommandError, OutOfMemoryError
+from pion.errors import BusyError, CommandError
 from pion.storage import prefix_changes, session_changes
 from pion.storage.changes import (
     Change,
@@ -39,14 +38,15 @@ from pion.storage.changes import (
     StoreRows,
 )
 from pion.storage.clock import StoreClock
-from pion.storage.eviction import EvictionPolicy, choose
+from pion.storage.eviction import EvictionPolicy
 from pion.storage.journal import Journal
 from pion.storage.ledger import Ledger, Memory
+from pion.storage.making_room import MakesRoom
 from pion.storage.ordered import SortedMap
 from pion.storage.orders import Orders
-from pion.storage.placed import PromotedMemory, TierFiles
+from pion.storage.placed import TierFiles
 from pion.storage.prefix_index import PrefixIndex
-from pion.storage.room import memory_bytes
+from pion.storage.quota import QuotaBook
 from pion.storage.unit import SIDES, K, Side, Unit, split_sid
 from pion.storage.value import policies
 
@@ -57,12 +57,6 @@ MOST_SESSIONS: Final = 2
 
 EXPIRE_BYTES: Final = MIB
 """With less of the byte budget left than this, what has expired is looked for before something is evicted."""
-
-RELIEF_LOOKS: Final = 64
-"""Units that are looked at for rows that the tier has, too, before something else makes room."""
-
-SQUEEZES: Final = 4
-"""Tries to make room: what was evicted may still be being sent, so others go for it, but not all of them."""
 
 EXPIRED_FIRST: Final = 64
 """Expired prefixes dropped before one is evicted; the reaper finds the rest."""
@@ -99,7 +93,7 @@ def no_prefix(ns: bytes) -> CommandError:
     return CommandError(f"no prefix {show(ns)}")
 
 
-class VStore:
+class VStore(MakesRoom):
     """Sessions, prefixes, their order of use, expiry and index. Make one per worker."""
 
     def __init__(
@@ -116,6 +110,7 @@ class VStore:
         self.journal = journal
         self.ledger = ledger
         self.policy: EvictionPolicy = policy or Orders(policies(config.eviction, clock))
+        self.quotas: QuotaBook | None = None
         self.tier_files = TierFiles(ledger)
         """Objects of the tier that hold rows, whether or not there is a tier."""
         self.on_growth: Callable[[], None] = lambda: None
@@ -224,7 +219,7 @@ class VStore:
         changed.
         """
         check, apply, need = _RULES[type(change)]
-        if type(change) is StoreRows and not self.config.max_bytes:
+        if type(change) is StoreRows and not self.config.max_bytes and self.quotas is None:
             need = None
         if not is_internal(change):
             self.journal.check()
@@ -236,12 +231,14 @@ class VStore:
         check(self, change)
         if need is not None:
             sessions, nbytes, spared = need(self, change)
-            others = self.in_flight() - _received_bytes(change) if self.config.max_bytes else 0
-            self._make_room(sessions, nbytes + max(0, others), spared)
+            others = max(0, self.in_flight() - _received_bytes(change)) if self.config.max_bytes else 0
+            self.make_room(name_of(change), sessions, nbytes, others, spared)
         if self.before_change is not None:
             self.before_change(change)
         sessions_before = self.sessions
         apply(self, change)
+        if self.quotas is not None:
+            self._note_use(self.quotas, name_of(change))
         return self.journal.append(change, created=max(0, self.sessions - sessions_before))
 
     def drop_unit(self, unit: Unit, reason: Reason) -> None:
@@ -251,6 +248,11 @@ class VStore:
                 self.commit(EvictSession(unit.name, reason))
         elif self.prefixes.get(unit.name) is unit:
             self.commit(DropPrefix(unit.name, reason))
+
+    def _note_use(self, quotas: QuotaBook, name: bytes) -> None:
+        for units in (self.prefixes, self.lone):
+            if name in units:
+                quotas.note(units[name])
 
     def drop_damaged(self, unit: Unit) -> None:
         """Drop a unit whose bytes on disk are not what was stored, if it is still there: a miss, never data."""
@@ -278,106 +280,6 @@ class VStore:
             for unit in self.units():
                 if not unit.cold and unit.in_files:
                     self.set_cold(unit, True)
-
-    def _make_room(self, sessions: int, nbytes: int, spared: list[Unit]) -> None:
-        """Evict, but neither what is `spared` nor what it continues. Raises OutOfMemoryError."""
-        excess = self.sessions + sessions - self.config.max_sessions if sessions > 0 else 0
-        if self.config.max_bytes:
-            self.on_growth()
-        if excess <= 0 and self.over(nbytes) <= 0:
-            return
-        protected = {part for unit in spared for part in unit.chain()}
-        if excess > 0:
-            victims = choose(self.policy, excess, 0, protected, memory_bytes)
-            if victims is None:
-                raise OutOfMemoryError(
-                    f"{self.config.max_sessions} sessions are in use (--max-sessions) and none of them may be evicted"
-                )
-            for victim in victims:
-                self.drop_unit(victim, Reason.EVICTED)
-        if self.over(nbytes) > 0 and not self.squeeze(nbytes, protected):
-            raise OutOfMemoryError(
-                f"{self.ledger.charged_bytes} of {self.config.max_bytes} bytes are in use (--max-bytes), "
-                f"{nbytes} more are needed, and nothing may be evicted for them"
-            )
-
-    # The byte budget.
-
-    @property
-    def unplaced_bytes(self) -> int:
-        """Payload that the tier hasn't: what a snapshot would write."""
-        return self.ledger.payload_bytes - self.tier_files.row_bytes
-
-    def over(self, nbytes: int) -> int:
-        """How far `nbytes` more would exceed the budget; 0 or less if they fit, or without a budget."""
-        limit = self.config.max_bytes
-        return self.ledger.charged_bytes + nbytes - limit if limit else 0
-
-    def squeeze(self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset()) -> bool:
-        """Evict until `nbytes` more fit. False if that can't be, and then nothing was evicted; or if what was evicted
-        is still being sent.
-        """
-        for _ in range(SQUEEZES):
-            over = self.over(nbytes)
-            if over <= 0:
-                return True
-            if not self._make_way(over, protected):
-                return False
-        return self.over(nbytes) <= 0
-
-    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit]) -> bool:
-        warm = self.policy.warm if isinstance(self.policy, Orders) else self.policy
-        # What is being written is not free before the tier has let go of it.
-        busy = self.tier_files.writing.values()
-        for kept in (protected.union(busy), protected) if busy else (protected,):
-            victims = choose(warm, 0, over, kept, _evicted_bytes)
-            if victims is not None:
-                for victim in victims:
-                    self.evict(victim)
-                return True
-        # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing.
-        victims = choose(self.policy, 0, over, protected, memory_bytes)
-        for victim in victims or ():
-            self.drop_unit(victim, Reason.EVICTED)
-        return victims is not None
-
-    def shrink(self, limit: int) -> bool:
-        """Evict up to `limit` units while more is held than the budget allows (it was lowered, or a log was replayed
-        that holds more); True if there is more to do.
-        """
-        for _ in range(limit):
-            if self.over(0) <= 0 or not self.squeeze(1 - self.over(0)):
-                return False
-        return self.over(0) > 0
-
-    def relieve(self, nbytes: int) -> bool:
-        """Take rows out of memory that the tier has anyway, in the order of eviction, until `nbytes` more fit."""
-        if self.over(nbytes) > 0 and isinstance(self.policy, Orders) and self.tier_files.promoted:
-            for unit in [unit for unit in islice(self.policy.warm.victims(), RELIEF_LOOKS) if unit.placed]:
-                self.withdraw(unit)
-                if self.over(nbytes) <= 0:
-                    break
-        return self.over(nbytes) <= 0
-
-    def evict(self, unit: Unit) -> None:
-        """Let an evictable unit make room: out of memory, if the tier has its rows, else altogether."""
-        if not self.withdraw(unit):
-            self.drop_unit(unit, Reason.EVICTED)
-
-    def withdraw(self, unit: Unit) -> bool:
-        """Take a unit's rows out of memory if the tier has all of them; False if it hasn't."""
-        if unit.cold or not unit.placed:
-            return False
-        for layer in unit.all_layers():
-            layer.exchange(_in_tier_only)
-        self.set_cold(unit, True)
-        self.tier_files.on_withdraw()
-        return True
-
-    def set_cold(self, unit: Unit, cold: bool) -> None:
-        """All of a unit's rows lie in files now, or no longer do."""
-        if isinstance(self.policy, Orders):
-            self.policy.move(unit, cold=cold)
 
     # Time: called by the reaper, and on access.
 
@@ -413,16 +315,6 @@ class VStore:
         for unit in stalled:
             self.commit(DropPrefix(unit.name, Reason.ABANDONED))
         return len(stalled)
-
-    def trim_sessions(self, limit: int) -> None:
-        """Evict up to `limit` units while there are more sessions than allowed (the limit was lowered)."""
-        for _ in range(limit):
-            if self.sessions <= self.config.max_sessions:
-                return
-            victim = next(self.policy.victims(), None)
-            if victim is None:
-                return
-            self.drop_unit(victim, Reason.EVICTED)
 
     def payload_refused(self, owner: int, sid: bytes) -> None:
         """Rows that a connection sent for a session were refused for want of memory: what it was filling is dropped."""
@@ -483,23 +375,20 @@ class VStore:
         )
 
 
-def _evicted_bytes(unit: Unit) -> int:
-    """What `VStore.evict` frees: of what the tier has, too, only the copies of rows."""
-    if not unit.placed:
-        return memory_bytes(unit)
-    memories = {block.memory for layer in unit.all_layers() for block in layer.blocks}
-    return sum(memory.nbytes for memory in memories if not memory.mapped)
-
-
-def _in_tier_only(memory: Memory) -> Memory | None:
-    """What stands for a copy in memory once the copy goes."""
-    return memory.withdrawn() if isinstance(memory, PromotedMemory) else None
-
-
 def _received_bytes(change: Change) -> int:
     """What of the payloads in flight becomes the change's own rows."""
     data = change.data if type(change) is StoreRows else b""
     return len(data) if not isinstance(data, Memory) and len(data) > INLINE_ARG_BYTES else 0
+
+
+def name_of(change: Change) -> bytes:
+    """The namespace, or the id of the session that belongs to none, that a change is about."""
+    if isinstance(change, Register | DropPrefix | SetExpiry | SetPin):
+        return change.ns
+    if isinstance(change, PlaceRows):
+        return change.name
+    split = split_sid(change.sid)
+    return change.sid if split is None else split[0]
 
 
 def is_internal(change: Change) -> bool:

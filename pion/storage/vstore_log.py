@@ -27,8 +27,9 @@ from pion.storage.changes import (
 )
 from pion.storage.durable import Captured, Durable, Record
 from pion.storage.ledger import Memory, Raw
-from pion.storage.placed import placed_file
+from pion.storage.placed import PromotedMemory, TierFile, TierMemory, placed_file
 from pion.storage.region import DamagedError, MappedMemory, Region
+from pion.storage.tiers.runs import PlacedRun
 from pion.storage.unit import SIDES, SUFFIXES, Side, Unit, split_sid
 from pion.storage.vstore import VStore
 from pion.storage.vstore_records import pack, unpack
@@ -220,13 +221,23 @@ def _made_by(unit: Unit) -> Iterator[Change]:
 def _records(store: VStore, unit: Unit) -> Iterator[Captured]:
     """What makes one unit again, its ancestors being there."""
     yield from map(_captured, _made_by(unit))
-    for file in dict.fromkeys(placed_file(block.memory) for layer in unit.all_layers() for block in layer.blocks):
-        if file is not None:  # what was stored since then follows, and takes the place of it again
-            yield _captured(PlaceRows(unit.name, unit.lone, file.key, file.nbytes, file.runs))
+    for file, runs in _placed_runs(unit).items():  # what was stored since then follows, and takes the place of it again
+        yield _captured(PlaceRows(unit.name, unit.lone, file.key, file.nbytes, tuple(runs)))
     for side in SIDES:
         rows = unit.rows(side)
         for index, layer in rows.layers.items() if rows is not None else ():
             yield from _layer_records(store, unit, _sid(unit, side), index, layer)
+
+
+def _placed_runs(unit: Unit) -> dict[TierFile, dict[PlacedRun, None]]:
+    """The runs of each object that something still refers to: the others may be of a side that was dropped since."""
+    found: dict[TierFile, dict[PlacedRun, None]] = {}
+    for layer in unit.all_layers():
+        for block in layer.blocks:
+            memory = block.memory
+            if isinstance(memory, TierMemory | PromotedMemory):
+                found.setdefault(memory.file, {})[memory.run] = None
+    return found
 
 
 def _sid(unit: Unit, side: Side) -> bytes:

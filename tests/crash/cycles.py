@@ -64,7 +64,7 @@ TIGHT_SESSIONS: Final = 64
 
 LITTLE_BYTES: Final = 3 << 20
 MUCH_BYTES: Final = 1 << 30
-"""--max-bytes: less than the clients store, more than they may pin and fill at once; and enough for all."""
+"""--max-bytes: less than the clients store, and enough for all."""
 
 LOAD_S: Final = (0.05, 0.9)
 SNAPSHOT: Final = "pion.vstore.0"

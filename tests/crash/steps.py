@@ -94,6 +94,11 @@ def judge(step: Step, reply: Any, state: State, window: Window, *, tight: bool) 
             return state
     if isinstance(reply, Refused) and tight and step.makes and reply.startswith("OOM "):
         return state  # all sessions are pinned or being filled
+    if isinstance(reply, Refused) and reply.startswith("OOM ") and "max-bytes" in reply:
+        # What is pinned or being filled holds all memory; what this one was filling is dropped.
+        for name in step.needs:
+            state = without(state, name) if name in state and state[name].pending else state
+        return state
     if step.drops and isinstance(reply, int) and any(may_be_gone(state, x, window[1], tight=tight) for x in step.needs):
         return step.apply(state, window)
     if not wrong:

@@ -36,7 +36,8 @@ from pion.storage.tiers.base import BytesMapping, OpenedObject, TierUnavailableE
 from pion.storage.tiers.tier_format import Layout, RowRun, lay_out
 from pion.storage.unit import SIDES, Unit
 from pion.storage.vstore import VStore
-from pion.storage.vstore_log import registration
+from pion.storage.vstore_log import VStoreLog, registration
+from pion.storage.vstore_records import unpack
 from pion.testing import FakeClock
 
 SHAPE = Schema.uniform(get_format(b"fp32"), 1)
@@ -333,6 +334,30 @@ def test_damaged_rows_are_found() -> None:
     with pytest.raises(ValueError, match="buffer"):
         # An object of another size than it was written with is refused when it is opened.
         block.memory.verify()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_side_that_was_dropped_since_is_not_in_a_snapshot(again: bool) -> None:
+    """Its rows are in the same object, and must neither be missed nor come back."""
+    store = make_store()
+    for side in (b"p_pk", b"p_pv"):
+        store.commit(CreateSession(side, SHAPE))
+        store.commit(StoreRows(side, 0, 0, 4, side * 4, 1))
+    place(store, store.prefixes[b"p"])
+    store.commit(DropSession(b"p_pv"))
+    if again:
+        store.commit(CreateSession(b"p_pv", SHAPE))
+    other = make_store()
+    for captured in VStoreLog(store).capture():
+        other.replay(unpack(captured.meta, b"".join(captured.parts)))
+    unit = other.prefixes[b"p"]
+    assert unit.v_rows is None
+    assert (unit.v_schema is not None) == again
+    assert unit.layer(0, 0) is not None
+    (file,) = other.tier_files.known.values()
+    assert file.refs == 1
+    other.commit(DropSession(b"p_pk"))
+    assert list(other.tier_files.garbage) == [file.key]
 
 
 async def test_without_a_tier_it_is_said_what_is_missing() -> None:
