@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from pion.server import Started
-from pion.storage import budget, tiering
+from pion.storage import budget, tier_waste, tiering
 from pion.storage.tiers.base import REMOTE, TierError, TierMissError, TierUnavailableError
 from pion.testing.tiers import FlakyTier
 from tests.tiering_support import (
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for a tier that does nothing."""
     monkeypatch.setattr(budget, "WAIT_S", 0.5)
     monkeypatch.setattr(tiering, "PAUSE_S", 0.5)
-    monkeypatch.setattr(tiering, "TIDY_S", 0.02)
+    monkeypatch.setattr(tier_waste, "TIDY_S", 0.02)
     monkeypatch.setattr(tiering, "STALL_S", 0.05)
 
 

@@ -208,11 +208,11 @@ class Connection:
                         break
                 elif (table.draining and parser.between_requests) or not await self._receive():
                     break
-            await self._flush()
+            await self._outbox.flush()
         except ProtocolError as error:
             self._dispatcher.count_refused(error.code)
             self._outbox.parts.append(error_line(error.code, str(error)))
-            await self._flush()
+            await self._outbox.flush()
             await linger(self._transport, self._table.scratch)
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Connection:
         session.commands += len(requests)
         for argv in requests:
             if out and len(argv) > 2 and bytes(argv[0][:64]).upper() in self._table.blocking:
-                await self._flush()  # it may wait long, and these replies are ready
+                await self._outbox.flush()  # it may wait long, and these replies are ready
             first = len(out)
             reply = await execute(context, argv)
             if session.reply_off or session.reply_skip:
@@ -253,7 +253,7 @@ class Connection:
                 outbox.unlogged.append((first, len(out), session.unlogged))
                 session.unlogged = []
             if outbox.nbytes > FLUSH_BYTES or session.closing or session.ended_ns > self._turn_end_ns:
-                await self._flush()
+                await self._outbox.flush()
                 if argv is requests[-1]:
                     self._release_payload()  # not before: the reply may be the payload itself
                 reply = None  # else its blocks would be held while the next command runs
@@ -266,7 +266,7 @@ class Connection:
             else:
                 encode(self._refuse(refused), session.resp, out)
         if not outbox.unlogged or len(outbox.unlogged) >= COMMANDS_PER_TURN or type(reply) is not Simple:
-            await self._flush()
+            await self._outbox.flush()
         # Else more may have arrived that the log can take along.
         self._release_payload()
         self._commands += len(requests)
@@ -313,10 +313,6 @@ class Connection:
         self._commands = 0
         self._turn_end_ns = perf_counter_ns() + TURN_NS
 
-    async def _flush(self) -> None:
-        """Send the replies so far. Cancellation: the connection must close."""
-        await self._outbox.flush()
-
     def _replies_sent(self) -> None:
         """The log has sent what was left to it."""
         if self._table.draining and self._parser.between_requests:
@@ -345,7 +341,7 @@ class Connection:
         outbox = self._outbox
         if data is None:
             if outbox.unlogged and not outbox.leave():
-                await self._flush()
+                await self._outbox.flush()
             if not self._maybe_more and not outbox.left:
                 data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
         while data is None:
@@ -353,7 +349,7 @@ class Connection:
             await transport.wait_readable()
             outbox.left = False
             if outbox.parts and not outbox.unlogged:
-                await self._flush()  # the log could send a part only
+                await self._outbox.flush()  # the log could send a part only
             self._phase = Phase.RUNNING
             self._commands = 0
             self._turn_end_ns = perf_counter_ns() + TURN_NS
@@ -379,7 +375,7 @@ class Connection:
             received = transport.recv_into_nowait([target, scratch[:READ_CHUNK_BYTES]] if last else [target])
             if received is None:
                 if self._outbox.unlogged:
-                    await self._flush()
+                    await self._outbox.flush()
                     continue
                 transport.receiving_bulk(left + 2)
                 await transport.wait_readable()
@@ -405,7 +401,7 @@ class Connection:
 
         Cancellation: nothing is reserved.
         """
-        await self._flush()
+        await self._outbox.flush()
         await self._services.budget.wait(self._parser.awaited, self.reserved_bytes)
         self._waited = True
         self._parser.resume()

@@ -92,7 +92,7 @@ class Budget:
             return True
         if self.tier_helps():
             return None
-        if store.squeeze(wanted, target):
+        if store.squeeze(wanted, target, warm_only=True):
             return True
         if self.sending():
             self.cut_readers(max(0, self.sending() - store.over(wanted)))
@@ -100,7 +100,7 @@ class Budget:
         if store.in_flight() > held:
             self.cut_senders(store.over(wanted))
             return None
-        return False
+        return store.squeeze(wanted, target)
 
     def take_now(self, nbytes: int, target: frozenset[Unit] = frozenset()) -> bool:
         """As `take`, for who has waited, or can't: by eviction, if nothing else was of use."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from pion.config import Config
+from pion.config import KIB, Config
 from pion.errors import OutOfMemoryError
 from pion.storage.changes import Reason
 from pion.storage.eviction import EvictionPolicy, choose
@@ -22,6 +22,10 @@ from pion.storage.unit import Unit
 
 RELIEF_LOOKS: Final = 64
 """Units that are looked at for rows that the tier has, too, before something else makes room."""
+
+FEW_BYTES: Final = 64 * KIB
+FIXED_SHARE: Final = 0.125
+"""Prefixes whose rows lie in files are dropped for so many bytes, or for this share of what all cost beside rows."""
 
 SQUEEZES: Final = 4
 """Tries to make room: what was evicted may still be being sent, so others go for it, but not all of them."""
@@ -95,19 +99,21 @@ class MakesRoom:
         limit = self.config.max_bytes
         return self.ledger.charged_bytes + nbytes - limit if limit else 0
 
-    def squeeze(self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset()) -> bool:
+    def squeeze(
+        self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset(), *, warm_only: bool = False
+    ) -> bool:
         """Evict until `nbytes` more fit. False if that can't be, and then nothing was evicted; or if what was evicted
-        is still being sent.
+        is still being sent. `warm_only`: nothing goes whose rows lie in files.
         """
         for _ in range(SQUEEZES):
             over = self.over(nbytes)
             if over <= 0:
                 return True
-            if not self._make_way(over, protected):
+            if not self._make_way(over, protected, warm_only):
                 return False
         return self.over(nbytes) <= 0
 
-    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit]) -> bool:
+    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit], warm_only: bool) -> bool:
         # What is being written is not free before the tier has let go of it.
         busy = self.tier_files.writing.values()
         for kept in (protected.union(busy), protected) if busy else (protected,):
@@ -116,7 +122,13 @@ class MakesRoom:
                 for victim in victims:
                     self.evict(victim)
                 return True
-        # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing.
+        # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing. It is little: a
+        # large payload that has no room beside what is pinned must not make all of them go.
+        ledger = self.ledger
+        rows_bytes = max(0, ledger.payload_bytes - ledger.mapped_bytes)
+        fixed_bytes = ledger.charged_bytes - ledger.sending_bytes - rows_bytes
+        if warm_only or over > max(FEW_BYTES, FIXED_SHARE * fixed_bytes):
+            return False
         victims = choose(self.policy, 0, over, protected, memory_bytes)
         for victim in victims or ():
             self.drop_unit(victim, Reason.EVICTED)

@@ -22,30 +22,28 @@ import math
 import secrets
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-import attrs
-import numpy as np
 import trio
-from numpy.typing import NDArray
 
 from pion.args import show
 from pion.config import MIB, TIER_OPEN_OBJECTS
 from pion.errors import StartupError
-from pion.storage.block import Block, adjacent
 from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOOK_AGAIN_S, LOW_SHARE, Budget
 from pion.storage.changes import PlaceRows
 from pion.storage.data_directory import DataDirectory
 from pion.storage.disk_budget import DiskBudget
 from pion.storage.orders import Orders
-from pion.storage.placed import PromotedMemory, TierFile, TierMemory, placed_file
-from pion.storage.region import MappedMemory
+from pion.storage.placed import PromotedMemory, TierFile, TierMemory
+from pion.storage.tier_rows import copies as copies_of
+from pion.storage.tier_rows import files_of, lay_out_rows, rows_of
+from pion.storage.tier_waste import OWNER_KEY, TierStatistics, Waste
 from pion.storage.tiers.base import OpenedObject, TierError, TierMissError, TierUnavailableError
 from pion.storage.tiers.guard import GuardedTier
-from pion.storage.tiers.tier_format import Layout, RowRun, lay_out, read_head
-from pion.storage.unit import SIDES, Side, Unit
+from pion.storage.tiers.tier_format import lay_out, read_head
+from pion.storage.unit import Unit
 from pion.storage.vstore import VStore
 from pion.storage.vstore_log import registration
 
@@ -68,9 +66,6 @@ ROOM_S: Final = 2.0
 PAUSE_S: Final = 1.0
 """Without a demotion after the tier has failed or is full: meanwhile memory is made room in by dropping."""
 
-OWNER_KEY: Final = "0" * 32
-"""The object that says which data directory a tier belongs to."""
-
 MEMORY_ONLY: Final = b"memory only"
 """The owner of a tier for a server that keeps nothing: what an earlier run left is cleaned."""
 
@@ -87,36 +82,6 @@ SLOW_BYTES_PER_S: Final = 32 * MIB
 
 LOOKS: Final = 512
 """Units in the order of eviction that are looked at for one with rows."""
-
-CLEAN_AGAIN_S: Final = 60.0
-"""Before a tier that could not be cleaned is tried again."""
-
-COMPLAIN_S: Final = 60.0
-"""Between two warnings that objects can't be deleted, which is tried twice a second."""
-
-DELETED_AT_ONCE: Final = 64
-"""Objects: a call that has too many for its deadline would never succeed."""
-
-TIDY_S: Final = 0.5
-"""How long useless objects are gathered before they are deleted together."""
-
-
-@attrs.define(eq=False)
-class TierStatistics:
-    """Since the start."""
-
-    demoted: int = 0
-    demoted_bytes: int = 0
-    withdrawn: int = 0
-    """Demotions for which nothing had to be written."""
-    promoted: int = 0
-    promoted_bytes: int = 0
-    hits: int = 0
-    """Replies with rows that were only in the tier."""
-    misses: int = 0
-    """Objects that were gone or damaged."""
-    failures: int = 0
-    """Times that the tier did not do what it was asked."""
 
 
 class Tiering:
@@ -146,9 +111,7 @@ class Tiering:
         self._open: OrderedDict[TierFile, None] = OrderedDict()
         self._opening: dict[TierFile, trio.Lock] = {}
         self._threads = trio.CapacityLimiter(WRITERS)
-        self._deleting = trio.Lock()
         self._promoting = 0
-        self._complain_at_s = -math.inf
         store.on_growth = self._on_growth
         store.tier_files.opener = self.open
         store.tier_files.on_use = self._on_use
@@ -157,7 +120,8 @@ class Tiering:
         budget.tier_helps = self._helps
         # A tier that has not been listed yet doesn't know what earlier runs have put.
         disk.tier_bytes = lambda: max(tier.used_bytes, store.tier_files.nbytes)
-        disk.delete_garbage = self._delete_garbage
+        self._waste = Waste(store.tier_files, tier, data, self.statistics)
+        disk.delete_garbage = self._waste.delete
 
     @property
     def open_objects(self) -> int:
@@ -223,7 +187,7 @@ class Tiering:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._demote_all)
                 nursery.start_soon(self._promote_all)
-                nursery.start_soon(self._tidy)
+                nursery.start_soon(self._waste.run)
                 task_status.started()
         finally:
             with trio.CancelScope(deadline=trio.current_time() + self.tier.policy.close_s, shield=True):
@@ -302,15 +266,15 @@ class Tiering:
     async def _place(self, unit: Unit, key: str) -> None:
         store = self._store
         rows = rows_of(unit)
-        with store.tier_files.pinned(_files_of(rows)):
-            for file in _files_of(rows):
+        with store.tier_files.pinned(files_of(rows)):
+            for file in files_of(rows):
                 try:
                     await self.open(file)
                 except TierMissError:
                     if file.refs and _is_there(store, unit):
                         raise
                     return  # its rows were replaced meanwhile
-            layout = await trio.to_thread.run_sync(_lay_out, key, registration(unit), rows, limiter=self._threads)
+            layout = await trio.to_thread.run_sync(lay_out_rows, key, registration(unit), rows, limiter=self._threads)
         if layout is None:
             if rows_of(unit) == rows and _is_there(store, unit):
                 store.drop_damaged(unit)
@@ -424,7 +388,7 @@ class Tiering:
                 return
             with store.tier_files.pinned([file]):
                 await self.open(file)
-                copies = await trio.to_thread.run_sync(_copies, list(memories), limiter=self._threads)
+                copies = await trio.to_thread.run_sync(copies_of, list(memories), limiter=self._threads)
             if copies is None or not _is_there(store, unit) or not unit.cold or self._over(1.0) > 0:
                 return
             for layer in unit.all_layers():
@@ -442,99 +406,6 @@ class Tiering:
         finally:
             self._promoting -= nbytes
             self._on_growth()
-
-    # Deleting.
-
-    async def _tidy(self) -> None:
-        clean_at_s = trio.current_time()
-        while True:
-            if trio.current_time() >= clean_at_s:
-                clean_at_s = math.inf if await self._clean() else trio.current_time() + CLEAN_AGAIN_S
-            await trio.sleep(TIDY_S)
-            await self._delete_garbage()
-
-    async def _clean(self) -> bool:
-        """Remove what earlier runs have left, and count what is there; False if it must be tried again."""
-        files, data = self._store.tier_files, self._data()
-        try:
-            if data is not None:
-                # What was replayed may not be flushed: a power cut now could bring back what refers to other objects.
-                await data.log.wait_durable(data.log.sequence)
-            cleaned = await self.tier.clean(
-                lambda key: key in files.known or key in files.garbage or key in self._writing or key == OWNER_KEY
-            )
-        except OSError:
-            return False
-        except TierUnavailableError as error:
-            self.statistics.failures += 1
-            logger.warning("tier %s: it can't be cleaned: %s", self.tier.url, error)
-            return False
-        if cleaned.files:
-            logger.info(
-                "tier %s: removed %d files of earlier runs, %d bytes", self.tier.url, cleaned.files, cleaned.nbytes
-            )
-        return True
-
-    async def _delete_garbage(self) -> bool:
-        """Delete what nothing refers to; False if the tier or the log doesn't let us."""
-        garbage, data = self._store.tier_files.garbage, self._data()
-        async with self._deleting:
-            while keys := list(islice(garbage, DELETED_AT_ONCE)):
-                try:
-                    if data is not None:
-                        await data.log.wait_durable(data.log.sequence)
-                    await self.tier.delete(keys)
-                except OSError:
-                    return False  # the log has failed, and says so; they may be needed after a restart
-                except TierUnavailableError as error:
-                    self.statistics.failures += 1
-                    if trio.current_time() >= self._complain_at_s:
-                        self._complain_at_s = trio.current_time() + COMPLAIN_S
-                        logger.warning("tier %s: %d objects can't be deleted: %s", self.tier.url, len(garbage), error)
-                    return False
-                for key in keys:
-                    del garbage[key]
-        return True
-
-
-Rows = list[tuple[Side, int, int, tuple[Block, ...]]]
-"""Side, layer, bytes of a row, and the layer's blocks. Two are equal only if nothing was stored in between."""
-
-
-def rows_of(unit: Unit) -> Rows:
-    """All rows of a unit, in memory or not."""
-    return [
-        (side, index, layer.row_bytes, layer.blocks)
-        for side in SIDES
-        if (rows := unit.rows(side)) is not None
-        for index, layer in rows.layers.items()
-    ]
-
-
-def _files_of(rows: Rows) -> list[TierFile]:
-    files = dict.fromkeys(placed_file(block.memory) for *_, blocks in rows for block in blocks if block.memory.mapped)
-    return [file for file in files if file is not None]
-
-
-def _lay_out(key: str, register: bytes, rows: Rows) -> Layout | None:
-    """Plan the object, in a thread; None if something that lies in a file is damaged."""
-    runs: list[RowRun] = []
-    for side, index, width, blocks in rows:
-        for block in blocks:
-            memory = block.memory
-            if isinstance(memory, MappedMemory) and not memory.verify():
-                return None
-        for run in adjacent(blocks):
-            parts = [block.view(block.start, block.stop, width) for block in run]
-            runs.append(RowRun(side, index, run[0].start, run[-1].stop - run[0].start, parts))
-    return lay_out(key, register, runs)
-
-
-def _copies(memories: Sequence[TierMemory]) -> dict[TierMemory, NDArray[np.uint8]] | None:
-    """Copies of rows in memory, made in a thread; None if some are damaged."""
-    if not all(memory.verify() for memory in memories):
-        return None
-    return {memory: memory.buffer.copy() for memory in memories}
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -62,7 +62,7 @@ another client looked at; rows compared are all the others, most of them after a
 TIGHT_SESSIONS: Final = 64
 """--max-sessions in cycles with evictions: less than the clients make, more than they may pin."""
 
-LITTLE_BYTES: Final = 3 << 20
+LITTLE_BYTES: Final = 4 << 20
 MUCH_BYTES: Final = 1 << 30
 """--max-bytes: less than the clients store, and enough for all."""
 
