@@ -247,8 +247,8 @@ async def test_two_deletions_at_once() -> None:
         async with trio.open_nursery() as nursery:
             for name in names(20):
                 assert await client.call("KV.PREFIX.DROP", name) == 1
-                nursery.start_soon(found._delete_garbage)
-                nursery.start_soon(found._delete_garbage)
+                nursery.start_soon(found._waste.delete)
+                nursery.start_soon(found._waste.delete)
         await until(lambda: set(tier.inner.objects) == {tiering.OWNER_KEY})
         deleted = [key for name, key in tier.calls if name == "delete"]
         assert len(deleted) == len(set(deleted))

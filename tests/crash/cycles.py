@@ -62,7 +62,7 @@ another client looked at; rows compared are all the others, most of them after a
 TIGHT_SESSIONS: Final = 64
 """--max-sessions in cycles with evictions: less than the clients make, more than they may pin."""
 
-LITTLE_BYTES: Final = 4 << 20
+LITTLE_BYTES: Final = 3 << 20
 MUCH_BYTES: Final = 1 << 30
 """--max-bytes: less than the clients store, and enough for all."""
 
@@ -89,6 +89,11 @@ class Cycle:
         return f"cycle {self.number} (--wal-sync {self.mode}, {sessions}{memory}, end: {self.end})"
 
     @property
+    def little(self) -> bool:
+        """Whether memory is short. What the tier can't take in time is dropped then."""
+        return 0 < self.memory_bytes < MUCH_BYTES
+
+    @property
     def options(self) -> tuple[str, ...]:
         """The server's."""
         sessions = str(TIGHT_SESSIONS) if self.tight else "4096"
@@ -107,7 +112,7 @@ class Run:
     folder: Path
     seed: int
     tier: bool = False
-    """Whether there is a tier, which prefixes leave memory for in every other cycle; none may be lost on the way."""
+    """Whether there is a tier, which prefixes leave memory for in two of three cycles."""
     note: Callable[[Cycle], None] = lambda cycle: None
     """Told when a cycle begins."""
     counts: Counter[str] = attrs.field(factory=Counter)
@@ -116,6 +121,8 @@ class Run:
     _saver: Saver = attrs.field(factory=Saver)
     _tight: bool = False
     """Whether there may have been evictions since the last verification."""
+    _little: bool = False
+    """Whether memory may have been short since then."""
     _sessions: int = 0
     """Of the server at the last verification."""
     _start_s: float = 0.5
@@ -169,12 +176,13 @@ class Run:
 
     def _cycle(self, cycle: Cycle, rng: random.Random) -> None:
         self._keep_what_is_there()
-        self._tight = self._tight or cycle.tight
+        self._tight = self._tight or cycle.tight or cycle.little
+        self._little = self._little or cycle.little
         if cycle.end in ("start", "replay"):
             self._kill_while_starting(cycle, rng)
             return
         with self._server(cycle) as server, ThreadPoolExecutor(CLIENTS + 2) as threads:
-            life = Life(server.port, cycle.tight, threading.Event())
+            life = Life(server.port, cycle.tight or cycle.little, threading.Event())
             try:
                 if cycle.end == "fresh":
                     self._kill_at_once(server, life, threads, rng)
@@ -206,17 +214,17 @@ class Run:
             self._note_start(wire.info())
             # What is too much for a small --max-sessions is evicted first, so that nothing changes while we look.
             until = time.monotonic() + PATIENCE_S
-            while cycle.tight and int(wire.info()["vstore_sessions"]) > TIGHT_SESSIONS:
+            while self._shrinks(cycle, wire.info()):
                 if time.monotonic() > until:
                     raise ViolationError(
-                        f"more than --max-sessions {TIGHT_SESSIONS} are still there after {PATIENCE_S} s"
+                        f"more than --max-sessions {TIGHT_SESSIONS}, or --max-bytes, allows is there after {PATIENCE_S} s"
                     )
                 time.sleep(0.02)
             made = sum(client.made for client in self.clients)
             checks = [threads.submit(client.verify, server.port, tight=self._tight) for client in self.clients]
             evicted = sum(self._results(checks))
             # Evictions only make room: they end at the limit, or at one below where a prefix went for one session.
-            if evicted > max(0, self._sessions + made - TIGHT_SESSIONS + 1):
+            if not self._little and evicted > max(0, self._sessions + made - TIGHT_SESSIONS + 1):
                 raise ViolationError(
                     f"{evicted} sessions are gone, but of {self._sessions} and {made} new ones not so many need have "
                     f"been evicted"
@@ -227,10 +235,14 @@ class Run:
                 if info[field] not in ("0", ""):
                     raise ViolationError(f"INFO says {field}:{info[field]}")
             self._sessions = int(info["vstore_sessions"])
-            self.counts["used_memory"] = max(self.counts["used_memory"], int(info["used_memory"]))
+            self.counts["objects in the tier at a start"] += int(info.get("tier_objects", 0))
         self._check_backups()
-        self._tight = cycle.tight
+        self._tight, self._little = cycle.tight or cycle.little, cycle.little
         self.counts["verified starts"] += 1
+
+    def _shrinks(self, cycle: Cycle, info: dict[str, str]) -> bool:
+        sessions = cycle.tight and int(info["vstore_sessions"]) > TIGHT_SESSIONS
+        return sessions or (cycle.little and int(info["used_memory"]) > cycle.memory_bytes)
 
     def _note_start(self, info: dict[str, str]) -> None:
         self._load_s = float(info["load_seconds"])
