@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, help="where the data directory is made: chooses the disk (default: the system's)"
     )
+    parser.add_argument("--no-tier", action="store_true", help="without --tier-dir and --max-bytes")
     options = parser.parse_args(arguments)
     if options.cycles < 1:
         parser.error("cycles must be at least 1")
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def note(cycle: Cycle) -> None:
             bars.update(bar, completed=cycle.number, description=str(cycle))
 
-        run = Run(folder, seed, note)
+        run = Run(folder, seed, note, tier=not options.no_tier)
         began_s = time.monotonic()
         try:
             run.run(options.cycles)

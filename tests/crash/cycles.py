@@ -54,6 +54,7 @@ COUNTS: Final = (
     "cut tails",
     "bytes cut",
     "evicted sessions",
+    "objects in the tier at a start",
 )
 """What a run counts. In flight is what was unanswered when a server died. Rows compared under load are those that
 another client looked at; rows compared are all the others, most of them after a start.
@@ -111,10 +112,10 @@ class Run:
 
     folder: Path
     seed: int
-    tier: bool = False
-    """Whether there is a tier, which prefixes leave memory for in two of three cycles."""
     note: Callable[[Cycle], None] = lambda cycle: None
     """Told when a cycle begins."""
+    tier: bool = False
+    """Whether there is a tier, which prefixes leave memory for in about half of the cycles."""
     counts: Counter[str] = attrs.field(factory=Counter)
     clients: list[Client] = attrs.field(init=False)
     _board: Board = attrs.field(factory=Board)
@@ -170,6 +171,8 @@ class Run:
             end = deck.pop()
             saves = end in SNAPSHOT_ENDS or rng.random() < 0.3
             memory_bytes = rng.choice((LITTLE_BYTES, LITTLE_BYTES, MUCH_BYTES)) if self.tier else 0
+            if self.tier and end == "growth":  # large payloads may all be refused while memory is short
+                memory_bytes = MUCH_BYTES
             yield Cycle(number, MODES[number % 3], end, rng.random() < 0.4, saves, memory_bytes)
 
     # One cycle.
@@ -217,7 +220,7 @@ class Run:
             while self._shrinks(cycle, wire.info()):
                 if time.monotonic() > until:
                     raise ViolationError(
-                        f"more than --max-sessions {TIGHT_SESSIONS}, or --max-bytes, allows is there after {PATIENCE_S} s"
+                        f"more than --max-sessions {TIGHT_SESSIONS} or --max-bytes is there after {PATIENCE_S} s"
                     )
                 time.sleep(0.02)
             made = sum(client.made for client in self.clients)

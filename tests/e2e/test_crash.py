@@ -21,7 +21,7 @@ LOG = "pion.vstore.0.log."
 
 
 def test_twenty_servers_die_and_nothing_is_lost(tmp_path):
-    run = Run(tmp_path, seed=random.SystemRandom().getrandbits(32))
+    run = Run(tmp_path, seed=random.SystemRandom().getrandbits(32), tier=True)
     run.run(20)
     counts = run.counts
     assert counts["cycles"] == 20
