@@ -141,7 +141,9 @@ def context(opened: Kept) -> Any:
         await trio.lowlevel.checkpoint()
         return result
 
-    return SimpleNamespace(services=SimpleNamespace(vstore=opened.store), in_thread=in_thread)
+    return SimpleNamespace(
+        session=SimpleNamespace(no_touch=False), services=SimpleNamespace(vstore=opened.store), in_thread=in_thread
+    )
 
 
 async def mapped(disk: MemoryDisk) -> None:
