@@ -19,6 +19,9 @@ ROW_BYTES = 2 * DIM
 PREFIXES = 24
 """Each is fetched for the first time once, so this is the number of samples of it."""
 
+PROMOTED_S = 0.6
+"""By then a prefix that was fetched twice is back in memory."""
+
 METHOD = (
     "A prefix is 8 layers of both sides in fp16; all of them together are more than --max-bytes, so most are in the "
     "tier. Files are in the page cache. Client on one core, servers on the other.",
@@ -69,6 +72,7 @@ def _measure(report: Report, mib: int, prefixes: int) -> None:
                 first.append(_timed(lambda n=number: _fetch(client, f"p{n}")))
                 again.append(_timed(lambda n=number: _fetch(client, f"p{n}")))
                 plain.append(_timed(lambda n=number: _readinto(files[n])))
+                time.sleep(PROMOTED_S)
     what = f"{mib} MiB"
     medians = {
         name: report.samples(what, name, "ms", [each * 1000 for each in samples]).p50

@@ -52,6 +52,9 @@ logger = logging.getLogger("pion.tier")
 PROMOTE_AFTER: Final = 2
 """Replies from the tier before rows come back into memory: one use more than the scan of a backup makes."""
 
+PROMOTE_LATER_S: Final = 0.2
+"""After the use that asks for it: copying takes a core that the reply, and often the next one, needs more."""
+
 PROMOTE_SHARE: Final = 0.97
 """Of the byte budget: what memory may hold after a promotion. Demoting makes room again."""
 
@@ -355,6 +358,7 @@ class Tiering:
         while True:
             await self._promote.wait()
             self._promote = trio.Event()
+            await trio.sleep(PROMOTE_LATER_S)
             while self._used:
                 file = next(iter(self._used))
                 del self._used[file]
