@@ -37,9 +37,9 @@ from pion.storage.changes import (
 )
 from pion.storage.durable import Record
 from pion.storage.schema import Schema
-from pion.storage.tiers.tier_format import PlacedRun
 from pion.storage.segments import segment_name, snapshot_name
 from pion.storage.snapshot_format import Entry, Identity, TableWriter
+from pion.storage.tiers.tier_format import PlacedRun
 from pion.storage.vstore_records import pack, unpack
 from pion.testing import running_server
 
