@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pion import cli_data, logs
 from pion.config import VERSION, Config
 from pion.errors import StartupError
-from pion.options import add_arguments, build_config
+from pion.options import add_arguments, build_config, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,8 @@ def _announce(started: Started, elapsed_s: float) -> None:
         f"Pion {VERSION} ready in {elapsed_s:.2f} s (pid {os.getpid()})",
         f"  listening  {', '.join(services.listening)}",
         f"  plugins    {', '.join(services.plugins)} ({len(services.registry)} commands)",
-        f"  sessions   at most {config.max_sessions}, least recently used goes first",
+        f"  memory     {_describe_memory(config)}",
+        f"  tier       {config.tier_dir or 'none: what memory has no room for is dropped'}",
         f"  data       {_describe_data(services)}",
         f"  password   {'required' if config.requirepass else 'none'}",
         f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",
@@ -74,6 +75,12 @@ def _announce(started: Started, elapsed_s: float) -> None:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _describe_memory(config: Config) -> str:
+    limit = size_text(config.max_bytes) if config.max_bytes else "no limit in bytes"
+    first = {"lru": "the least recently used", "value": "the least valuable"}[config.eviction]
+    return f"{limit}, at most {config.max_sessions} sessions; {first} goes first"
 
 
 def _describe_data(services: Services) -> str:

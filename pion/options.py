@@ -68,13 +68,18 @@ def show_value(field: attrs.Attribute[Any], value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if field.metadata["unit"] == "bytes" and isinstance(value, int):
-        for suffix, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-            if value and value % size == 0:
-                return f"{value // size} {suffix}"
-        return f"{value} bytes"
+        return size_text(value)
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
+
+
+def size_text(nbytes: int) -> str:
+    """A size with the largest unit that divides it."""
+    for suffix, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size} {suffix}"
+    return f"{nbytes} bytes"
 
 
 def parse_value(field: attrs.Attribute[Any], raw: object, source: str) -> Any:
