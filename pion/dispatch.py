@@ -118,16 +118,12 @@ class Dispatcher:
         context.session.last_command = entry.name
         start = perf_counter_ns()
         try:
-            if entry.writes:
-                services = context.services
-                if entry.needs_memory and services.budget.holds_back:
-                    reply = await self._run_within(context, entry, argv)
-                else:
-                    if (data := services.data) is not None and data.holds_back:
-                        await data.admit()
-                    reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses one without
+            if entry.writes and entry.needs_memory and context.services.budget.holds_back:
+                reply = await self._run_within(context, entry, argv)
             else:
-                reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses one without
+                if entry.writes and (data := context.services.data) is not None and data.holds_back:
+                    await data.admit()
+                reply = await entry.handler(context, argv)  # type: ignore[misc]  # find() refuses a row without one
         except PionError as error:
             counter.failed += 1
             self._monitor.count_error(error.code)

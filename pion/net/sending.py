@@ -35,7 +35,6 @@ class Sender:
         "_transport",
         "blocked",
         "nbytes",
-        "piece_bytes",
         "progress",
         "started_s",
         "unsent",
@@ -55,8 +54,6 @@ class Sender:
         """Size of the bulk reply being sent; 0 between bulk replies."""
         self.unsent = 0
         """Bytes of it that the system has not taken yet."""
-        self.piece_bytes = 0
-        """Memory of the stream piece being sent."""
         self.started_s = 0.0
         """When it was begun, on Trio's clock."""
 
@@ -108,13 +105,11 @@ class Sender:
     @contextmanager
     def _holding(self, nbytes: int) -> Iterator[None]:
         """A piece was made, and takes memory until it is sent."""
-        self.piece_bytes = nbytes
         self._pieces.nbytes += nbytes
         try:
             yield
         finally:
             self._pieces.nbytes -= nbytes
-            self.piece_bytes = 0
 
     async def _send_buffers(self, buffers: Sequence[Buffer]) -> None:
         views = _views(buffers)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion.storage.ledger import PLACED_COST, Ledger, Memory
-from pion.storage.region import MappedMemory, Region
+from pion.storage.region import MappedMemory
 from pion.storage.tiers.base import OpenedObject, TierUnavailableError
 from pion.storage.tiers.runs import PlacedRun
 
@@ -54,10 +54,6 @@ class TierFile:
             raise OSError(f"tier object {self.key} is not open")
         opened.mapping.read_into(start, buffer)
 
-    def region(self, run: PlacedRun) -> Region:
-        """Where one run's rows are, and what their checksum must be."""
-        return Region(self, run.offset, run.nbytes, run.checksum, run.seed)
-
     def hold(self) -> None:
         """One more memory refers to it."""
         self.refs += 1
@@ -79,7 +75,7 @@ class TierMemory(MappedMemory):
     def __init__(self, file: TierFile, run: PlacedRun, ledger: Ledger) -> None:
         self.file = file
         self.run = run
-        self.region = file.region(run)
+        self.region = run.region(file)
         self.verified = False
         self.nbytes = self.live = run.nbytes
         self.detached = self.queued = False

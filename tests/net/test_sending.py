@@ -93,7 +93,7 @@ async def test_a_stream_makes_a_piece_only_when_the_one_before_is_taken(thread):
         assert await client.receive(1_000_000) == b"s" * 999_999 + b"\r"
         await client.expect(b"\n+PONG\r\n")
         assert rig.store.pieces_made == 10
-        assert client.connection.sender.piece_bytes == 0
+        assert rig.table.pieces.nbytes == 0
 
 
 @pytest.mark.parametrize("made", [b"999999", b"1000001", b"0"])
