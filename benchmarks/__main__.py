@@ -16,7 +16,7 @@ from benchmarks._lib.report import Report
 
 NAMES = (
     *("ttft", "bulk", "small", "memory", "scale", "start", "wal", "restart", "pause"),
-    *("tier", "formats", "eviction", "quality"),
+    *("tier", "formats", "eviction", "quality", "attention", "stage2", "querybatch", "needle"),
 )
 
 EXIT_MISSED, EXIT_USAGE, EXIT_MISSING = 1, 2, 3
@@ -35,6 +35,10 @@ tier    fetches from the SSD tier against reading the same files
 formats converting to and from each stored format against MLX and NumPy
 eviction prefill seconds avoided on a real trace: lru, value, and an order that knows the future
 quality what each stored format changes of a real model's keys, values and tokens
+attention a layer's attention on the server: computing, the two lanes, many queries and clients at once
+stage2  first token and decoding over a stored prefix: plain mlx-lm, rows fetched, in process, both lanes
+querybatch keys and values sent once against sent with every question
+needle  a fact hidden in a text of up to 8 thousand tokens, all of it attended to or a few blocks
 
 Nothing else should run meanwhile. exit status: 0 all ran, 1 a target was missed (with --strict), 3 something that an
 arm is compared with is not installed.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pion.command import Arg, ArgType, Command, Flag, KeySpec
+from pion.command import Arg, ArgType, BinaryCommand, Command, Field, FieldKind, Flag, KeySpec
 from pion.config import VERSION, Config
-from pion.errors import CommandError, PionError, StartupError
+from pion.errors import CommandError, PionError, StartupError, Status
 from pion.hookspecs import hookimpl
-from pion.replies import NO_REPLY, OK, Blob, Buffer, ErrorReply, Map, Reply, Simple, Stream
+from pion.replies import NO_REPLY, OK, BinaryReply, Blob, Buffer, ErrorReply, Map, Reply, Simple, Stream
 
 if TYPE_CHECKING:
     from pion.context import Clock, Context, InfoSection, Services, Session
@@ -74,6 +74,8 @@ __all__ = [
     "OK",
     "Arg",
     "ArgType",
+    "BinaryCommand",
+    "BinaryReply",
     "Blob",
     "Buffer",
     "BytesMapping",
@@ -86,6 +88,8 @@ __all__ = [
     "Context",
     "Durable",
     "ErrorReply",
+    "Field",
+    "FieldKind",
     "Flag",
     "Found",
     "InfoSection",
@@ -100,6 +104,7 @@ __all__ = [
     "Session",
     "Simple",
     "StartupError",
+    "Status",
     "Stream",
     "Tier",
     "TierError",

@@ -69,6 +69,7 @@ def _announce(started: Started, elapsed_s: float) -> None:
         f"  memory     {_describe_memory(config)}",
         f"  tier       {config.tier_dir or 'none: what memory has no room for is dropped'}",
         f"  data       {_describe_data(services)}",
+        *(f"  {name:<10} {text}" for name, text in (line() for line in services.banner)),
         f"  password   {'required' if config.requirepass else 'none'}",
         f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",
         "  stop       Ctrl-C, or SIGTERM: finishes what is under way; a second one stops at once",
@@ -105,7 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     selection.add_argument("--plugins-dir", metavar="PATH", help="as for pion-server")
     selection.add_argument("--kvcache", action="store_const", const="yes", help="as for pion-server")
 
-    listing = commands.add_parser("commands", parents=[selection], help="list the commands a server would know")
+    listing = commands.add_parser(
+        "commands",
+        parents=[selection],
+        help="list the commands a server would know, and their codes on the binary lane",
+    )
     listing.add_argument("pattern", nargs="?", default="", help="only names that contain this text")
     listing.set_defaults(run=_commands)
     plugins = commands.add_parser("plugins", parents=[selection], help="list the plugins and which are selected")
@@ -154,10 +159,14 @@ def _commands(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     registry = make_registry(make_plugin_manager(config), config)
-    table = _table("command", "plugin", "summary")
+    codes: dict[str, list[str]] = {}
+    for code, binary in sorted(registry.binary.items()):
+        codes.setdefault(binary.command.upper(), []).append(f"0x{code:02x}")
+    table = _table("command", "binary", "plugin", "summary")
     rows = [row for row in registry if row.handler and arguments.pattern.upper() in row.name.upper()]
     for row in sorted(rows, key=lambda row: row.name):
-        table.add_row(row.syntax().replace("[", r"\["), registry.origin(row), row.summary)
+        shown = row.syntax().replace("[", r"\[")
+        table.add_row(shown, " ".join(codes.get(row.name.upper(), ())), registry.origin(row), row.summary)
     _console().print(table)
     return 0 if rows else 1
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 if TYPE_CHECKING:
     from pion.context import Context
-    from pion.replies import Buffer, Reply
+    from pion.replies import BinaryReply, Buffer, Reply
 
     Handler: TypeAlias = Callable[["Context", list[Buffer]], Awaitable[Reply]]
+    BinaryHandler: TypeAlias = Callable[["Context", tuple[Any, ...], Buffer], Awaitable[BinaryReply]]
 
 
 class Flag(enum.Flag):
@@ -109,6 +110,47 @@ class Command:
     def syntax(self) -> str:
         """The call as a person writes it: `KV.PREFIX.LOOKUP ns [TOKENS n]`."""
         return " ".join([self.name, *(_syntax(arg) for arg in self.args)])
+
+
+class FieldKind(enum.Enum):
+    """What one packed field of a binary request's meta is. Little-endian."""
+
+    NAME = "name"
+    """u16 length and that many bytes; comes as `bytes`."""
+    WIRE = "as"
+    """u8: 0 fp32, 1 fp16, 2 bf16, 3 native; comes as that word."""
+    U32 = "u32"
+    U64 = "u64"
+    F64 = "f64"
+    RANGES = "u32 n, n x (u32 layer, u32 start, u32 end)"
+    """Comes as a list of three-tuples."""
+
+
+@attrs.frozen
+class Field:
+    """One field of a binary request's meta."""
+
+    name: str
+    kind: FieldKind
+
+
+@attrs.frozen(kw_only=True)
+class BinaryCommand:
+    """One row of the binary lane's table: the same operation as the RESP command named, with packed arguments.
+
+    Flags, statistics, name space of keys and documentation come from that command's row. `handler(context, values,
+    body)` gets the meta's values in the order of `meta`, already unpacked, and the request's body: `bytes` up to the
+    lane's inline limit, else a `memoryview` that the handler may keep.
+    """
+
+    code: int
+    command: str
+    handler: BinaryHandler
+    meta: tuple[Field, ...] = ()
+    body: str = ""
+    """What the request's body holds, for the reference; empty: it must be empty."""
+    reply: str = ""
+    """What the answer's meta and body hold, for the reference."""
 
 
 def _syntax(arg: Arg) -> str:

@@ -57,6 +57,15 @@ class Config:
     port: int = option(
         1974, "TCP port of the RESP lane; 0 lets the system choose", group="listen", unit="port", low=0, high=65535
     )
+    binary_port: int = option(
+        -2,
+        "TCP port of the binary lane; -2: the port after --port (with --port 0, one that the system chooses), "
+        "0: one that the system chooses, -1: no binary lane",
+        group="listen",
+        unit="port",
+        low=-2,
+        high=65535,
+    )
     unix: str = option("", "also listen on this Unix socket path", group="listen", unit="path")
     backlog: int = option(
         511, "connections the kernel may queue before accept", group="listen", unit="connections", low=1, high=65535
@@ -247,6 +256,77 @@ class Config:
         600_000, "longest WAIT of one LOOKUP", group="storage", unit="ms", flag="max-wait", low=1, high=86_400_000
     )
 
+    # Attention
+    metal_attention: bool = option(
+        False,
+        "prepare attention at start, in fp32, on whatever device MLX has; without it: at its first use",
+        group="attention",
+    )
+    metal_attention_fp16: bool = option(
+        False, "the same in fp16, as models in half precision compute", group="attention"
+    )
+    attend_slots: int = option(
+        256,
+        "layers whose K and V are kept ready for attention (WARM); beyond it the least recently used becomes COLD",
+        group="attention",
+        unit="layers",
+        low=1,
+        high=1_048_576,
+        mutable=True,
+    )
+    attend_cold: int = option(
+        1024,
+        "layers remembered as COLD: their rows are in the V-store, and WARM brings them back",
+        group="attention",
+        unit="layers",
+        low=0,
+        high=16_777_216,
+        mutable=True,
+    )
+    attend_bytes: int = option(
+        4 * GIB,
+        "memory of all WARM layers on the compute device; beyond it the least recently used becomes COLD",
+        group="attention",
+        unit="bytes",
+        low=MIB,
+        high=16 * 1024 * GIB,
+        mutable=True,
+    )
+    attend_queue: int = option(
+        1024,
+        "queries that wait for the compute thread, all connections together; the next ones wait before they are queued",
+        group="attention",
+        unit="queries",
+        low=1,
+        high=1_048_576,
+    )
+    max_indexes: int = option(
+        1024,
+        "attention indexes (KV.STORE) held at once; none is evicted, so beyond it a new one is refused with -OOM",
+        group="attention",
+        unit="indexes",
+        low=1,
+        high=1_048_576,
+        mutable=True,
+    )
+    max_index_rows: int = option(
+        1_048_576,
+        "rows of one attention index; a query reads them all: 1 GiB of keys and values with 128 values each",
+        group="attention",
+        unit="rows",
+        low=1,
+        high=2_147_483_647,
+        mutable=True,
+    )
+    max_index_dim: int = option(
+        4096,
+        "values in one key of an attention index (D); wider than any model's head, and than most embeddings",
+        group="attention",
+        unit="values",
+        low=1,
+        high=65_536,
+    )
+
     # Protocol limits
     max_bulk_bytes: int = option(
         GIB,
@@ -375,6 +455,9 @@ INLINE_ARG_BYTES: Final = 32 * KIB
 READ_CHUNK_BYTES: Final = 64 * KIB
 """One recv of small commands: a hundred pipelined commands, and small enough to stay in L2."""
 
+BINARY_META_BYTES: Final = 256 * KIB
+"""Meta of one request on the binary lane: a V_FETCH_BATCH of the most ranges is 196 KiB, and a name 4 KiB."""
+
 UNAUTHENTICATED_BULK_BYTES: Final = 16 * KIB
 UNAUTHENTICATED_ARGS: Final = 10
 """Before AUTH a client may send only what AUTH and HELLO need."""
@@ -425,8 +508,22 @@ RECEIVE_GRACE_S: Final = 5.0
 MAX_PATTERN_BYTES: Final = 256
 """A pattern of CONFIG GET or COMMAND LIST: several times the longest name it can fit."""
 
+ATTEND_SCORE_BYTES: Final = 64 * MIB
+"""Scores (fp32, query heads x queries x rows) that one client's queries have in one call on the compute thread: 64
+queries of 32 heads over 8,192 rows. More are computed in parts, so that memory is bounded and others get their turn."""
+
 CONVERT_PIECE_BYTES: Final = MIB
 """A converted reply is made in pieces of at most this size, so that a slow reader holds one piece, not the whole."""
+
+VERIFY_BEFORE_BYTES: Final = 2 * MIB
+"""Rows in files that nobody has verified yet: a reply with more begins once its first piece is, and verifies the others
+just ahead of sending them. Up to here a millisecond is saved, so that damage is better told by a proper error."""
+
+VERIFY_PIECE_BYTES: Final = MIB
+"""Verified at once, ahead of sending: 0.2 ms, which is worth a hop to a thread and is soon there for the socket."""
+
+TIER_RUN_BYTES: Final = 4 * MIB
+"""Most rows under one checksum in the tier: the first can be sent once so many are read. Each run costs 600 bytes."""
 
 
 def fields() -> tuple[attrs.Attribute[Any], ...]:

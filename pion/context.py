@@ -48,6 +48,8 @@ class Session:
     addr: str
     laddr: str
     authenticated: bool
+    lane: str = "resp"
+    """The protocol it speaks: `resp` or `binary`."""
     user: str = "default"
     resp: int = 2
     name: bytes = b""
@@ -131,6 +133,12 @@ class Services:
     tiering: Tiering | None = None
     """What moves rows to the tier and back, if there is one."""
     info_sections: list[InfoSection] = attrs.field(factory=list)
+    banner: list[Callable[[], tuple[str, str]]] = attrs.field(factory=list)
+    """More lines of the banner, a word and a text each, from plugins; added in `startup`."""
+    memory_stats: list[Callable[[], tuple[str, int]]] = attrs.field(factory=list)
+    """More fields of MEMORY STATS, of memory that `--max-bytes` doesn't bound; added in `startup`."""
+    prefix_info: list[Callable[[], Sequence[tuple[str, object]]]] = attrs.field(factory=list)
+    """More fields of KV.PREFIX.INFO, from families that work on prefixes; added in `startup`."""
     state: dict[str, Any] = attrs.field(factory=dict)
     """Plugins' own state by plugin name."""
     plugins: list[str] = attrs.field(factory=list)
@@ -157,6 +165,8 @@ class Services:
     """Asks the server to stop: finish what is under way, or (True) at once."""
     listening: list[str] = attrs.field(factory=list)
     tcp_port: int = 0
+    binary_port: int = 0
+    """Of the binary lane; 0 without one."""
 
 
 @attrs.frozen(eq=False)

@@ -9,22 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
 from pion.args import show
-from pion.command import Command, Flag
+from pion.command import BinaryCommand, Command, Flag
 from pion.config import COMMANDS_PER_TURN, TURN_NS
 from pion.errors import CommandError, ExecAbortError, NoAuthError, OutOfMemoryError, PionError
 from pion.monitor import CommandCounter, Monitor
+from pion.protocol.packed import unpacker
 from pion.registry import Registry
 from pion.replies import QUEUED, Buffer, ErrorReply, Reply, Simple, held_bytes
 
 if TYPE_CHECKING:
     from pion.command import Handler
     from pion.context import Context
+    from pion.protocol.binary import BinaryRequest
+    from pion.replies import BinaryReply
 
 logger = logging.getLogger("pion.dispatch")
 
@@ -69,6 +72,7 @@ class Dispatcher:
                     }
                 name = row.name.upper().encode()
                 self._table[name] = self._table[name.lower()] = entry
+        self._packed = {code: self._packed_entry(row) for code, row in registry.binary.items()}
 
     def _entry(self, row: Command) -> Entry:
         exact = row.arity > 0
@@ -85,6 +89,12 @@ class Dispatcher:
             counter=self._monitor.counter(row.name.lower()),
             subcommands=None,
         )
+
+    def _packed_entry(self, row: BinaryCommand) -> Entry:
+        """What a binary request runs: the RESP command's row in all but the handler."""
+        command = self._registry.get(row.command.upper())
+        assert command is not None  # noqa: S101  checked by the registry
+        return attrs.evolve(self._entry(command), handler=_unpacking(row))
 
     def execute(self, context: Context, argv: list[Buffer]) -> Awaitable[Reply]:
         """The reply to one request; a refused or failed command is an `ErrorReply`, never an exception.
@@ -110,6 +120,25 @@ class Dispatcher:
         if session.transaction is not None and not entry.no_multi:
             return _ready(self._queue(context, entry, argv))
         return self.run(context, entry, argv)
+
+    def execute_packed(self, context: Context, request: BinaryRequest) -> Awaitable[Any]:
+        """As `execute`, for the binary lane: the `BinaryReply` of the row's handler, or an `ErrorReply`."""
+        try:
+            entry = self.find_packed(request)
+            if not context.session.authenticated and not entry.no_auth:
+                entry.counter.rejected += 1
+                raise NoAuthError("Authentication required.")
+        except PionError as error:
+            self._monitor.count_error(error.code)
+            return _ready(ErrorReply(error.code, str(error)))
+        return self.run(context, entry, request)
+
+    def find_packed(self, request: BinaryRequest) -> Entry:
+        """The entry for a request of the binary lane. Raises `CommandError`."""
+        entry = self._packed.get(request.code)
+        if entry is None:
+            raise CommandError(f"unknown command 0x{request.code:02x} of the binary lane")
+        return entry
 
     async def run(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
         """Call the handler of an entry that passed the checks, and account for it."""
@@ -293,6 +322,18 @@ class Dispatcher:
             OutOfMemoryError.code,
             f"{entry.name} ran, but its reply is left out: EXEC keeps at most {limit} bytes of replies",
         )
+
+
+def _unpacking(row: BinaryCommand) -> Handler:
+    """The row's handler as one that takes a whole request."""
+    unpack, handler, takes_body = unpacker(row.meta), row.handler, bool(row.body)
+
+    def handle(context: Context, request: BinaryRequest) -> Awaitable[BinaryReply]:
+        if not takes_body and len(request.body):
+            raise CommandError(f"this command takes no body, got {len(request.body)} bytes")
+        return handler(context, unpack(request.meta), request.body)
+
+    return handle  # type: ignore[return-value]  # the dispatcher hands it requests of its own lane only
 
 
 async def _ready(reply: Reply) -> Reply:

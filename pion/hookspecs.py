@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pluggy import HookimplMarker, HookspecMarker
 
 if TYPE_CHECKING:
-    from pion.command import Command
+    from pion.command import BinaryCommand, Command
     from pion.config import Config
     from pion.context import InfoSection, Services, Session
     from pion.storage.durable import Durable
@@ -24,6 +24,15 @@ def register_commands(config: Config) -> Sequence[Command]:  # type: ignore[empt
 
     The host merges the rows of all plugins. The same name twice refuses the start and names both plugins, unless the
     later row says `replaces="<plugin>"`.
+    """
+
+
+@hookspec
+def register_binary(config: Config) -> Sequence[BinaryCommand]:  # type: ignore[empty-body]
+    """Return the plugin's rows of the binary lane; called after `register_commands`.
+
+    Each names a command of the merged table. A code that two plugins have, or a command that isn't there, refuses the
+    start and names the plugins.
     """
 
 

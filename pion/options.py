@@ -21,6 +21,7 @@ GROUPS: Final = {
     "process": "the process",
     "durability": "durability",
     "storage": "storage",
+    "attention": "attention (ATTEND)",
     "limits": "limits",
 }
 

@@ -31,10 +31,12 @@ BUILTIN_PLUGINS: Final[dict[str, str]] = {
     "stats": "pion.commands.stats",
     "vstore": "pion.commands.vstore",
     "kvprefix": "pion.commands.kvprefix",
+    "attend": "pion.commands.attend",
+    "attention_index": "pion.commands.attention_index",
 }
 
 #: what `--kvcache` loads; the other families join as they come.
-KVCACHE_PLUGINS: Final = ("connection", "server", "stats", "vstore", "kvprefix")
+KVCACHE_PLUGINS: Final = ("connection", "server", "stats", "vstore", "kvprefix", "attend")
 
 
 @attrs.frozen
@@ -112,11 +114,13 @@ def make_plugin_manager(config: Config) -> pluggy.PluginManager:
 
 
 def make_registry(manager: pluggy.PluginManager, config: Config) -> Registry:
-    """The command table of all registered plugins."""
+    """The command table of all registered plugins, for both lanes."""
     registry = Registry()
     for name, rows in call_each(manager, "register_commands", config=config):
         registry.add(name, rows)
     registry.check()
+    for name, binary in call_each(manager, "register_binary", config=config):
+        registry.add_binary(name, binary)
     return registry
 
 

@@ -8,7 +8,7 @@
 | `float` | bulk string | double |
 | `bytes`, `str` | bulk string | bulk string |
 | `Blob(parts)` | bulk string, the buffers sent as they are | same |
-| `Stream(nbytes, pieces)` | bulk string, made piece by piece while the socket drains | same |
+| `Stream(nbytes, pieces)` | bulk string, made piece by piece while the socket drains, or just ahead of it | same |
 | `None` | null bulk | null |
 | `list`, `tuple` | array | array |
 | `Map(pairs)` | flat array | map |
@@ -47,6 +47,15 @@ class Simple:
         return hash((Simple, self.text))
 
 
+class BrokenReplyError(Exception):
+    """What is left of a reply can't be made. Raised by a stream's piece."""
+
+    def __init__(self, reason: str, tell: Callable[[], object]) -> None:
+        super().__init__(reason)
+        self.tell: Final = tell
+        """Called on the event loop, once, before the connection ends."""
+
+
 @attrs.frozen
 class ErrorReply:
     """An error as a value: inside the array that EXEC returns, or made by dispatch from an exception."""
@@ -59,10 +68,11 @@ class ErrorReply:
 class Blob:
     """A bulk string made of buffers that are sent without being joined or copied.
 
-    `owners` keeps the stored blocks (and with them their charge against the memory budget) until the reply is sent.
+    `owners` keeps the stored blocks (and with them their charge against the memory budget) until the reply is sent. A
+    `Stream` of no bytes among the parts is something to be done before what stands behind it is sent.
     """
 
-    parts: Sequence[Buffer]
+    parts: Sequence[Buffer | Stream]
     nbytes: int
     owners: object = None
 
@@ -73,12 +83,14 @@ class Stream:
 
     `pieces` yields functions without arguments; each returns the next buffer (at most about 1 MiB) and may be run in a
     thread. Together they must make exactly `nbytes` bytes. `in_thread` says whether a piece is big enough to be worth a
-    thread hop (about 75 us).
+    thread hop (about 75 us). With `ahead` they are made while what comes before them is being sent: they take no memory
+    of their own. A piece that raises BrokenReplyError ends the connection: nothing else is left once a reply has begun.
     """
 
     nbytes: int
     pieces: Iterable[Callable[[], Buffer]]
     in_thread: bool = True
+    ahead: bool = False
 
 
 @attrs.frozen
@@ -86,6 +98,19 @@ class Map:
     """Field-value pairs in order: a map in RESP3, a flat array in RESP2."""
 
     pairs: Sequence[tuple[object, object]]
+
+
+@attrs.frozen
+class BinaryReply:
+    """The answer of a binary command: a status of the binary lane, packed meta, and the body as a value of this module.
+
+    `body` is `bytes`, a `Blob`, a `Stream`, or a list of these, sent one after the other as one body. Only handlers of
+    `BinaryCommand` rows return it; an exception becomes an answer whose status is its class's and whose body its text.
+    """
+
+    status: int = 0
+    meta: bytes = b""
+    body: bytes | Blob | Stream | Sequence[bytes | Blob | Stream] = b""
 
 
 class Static:

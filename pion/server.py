@@ -10,6 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ class Started:
     worker: Worker
     port: int
     unix: str
+    binary_port: int = 0
+    """Of the binary lane; 0 without one."""
 
     @property
     def services(self) -> Services:
@@ -222,8 +225,8 @@ async def _serve(
     services = worker.services
     draining = services.draining
     listeners = await endpoints.open_listeners(services.config)
-    services.tcp_port = listeners[0].socket.getsockname()[1]
-    services.listening = [endpoints.describe(each) for each in listeners]
+    services.tcp_port, services.binary_port = listeners.tcp_port, listeners.binary_port
+    services.listening = listeners.describe()
     try:
         async with trio.open_nursery() as service_nursery:
             await supervised.start(worker, service_nursery)
@@ -239,9 +242,10 @@ async def _serve(
                 if handle_signals:
                     await service_nursery.start(_watch_signals, request_shutdown, draining)
                 async with trio.open_nursery() as connection_nursery:
-                    await connection_nursery.start(listener.serve, listeners, services, worker.dispatcher)
+                    serve_clients = partial(listener.serve, binary=listeners.binary)
+                    await connection_nursery.start(serve_clients, listeners.resp, services, worker.dispatcher)
                     logger.info("listening on %s", ", ".join(services.listening))
-                    task_status.started(Started(worker, services.tcp_port, services.config.unix))
+                    task_status.started(Started(worker, services.tcp_port, services.config.unix, services.binary_port))
                     await draining.wait()
                     grace_s = services.config.grace_s
                     logger.info("shutting down: up to %g s for %d connections", grace_s, len(services.clients))
@@ -250,7 +254,7 @@ async def _serve(
                 logger.warning("the grace time is over or a second signal came: open connections were cut")
             service_nursery.cancel_scope.cancel()
     finally:
-        for opened in listeners:
+        for opened in listeners.all:
             with trio.CancelScope(deadline=trio.current_time() + 1, shield=True):
                 await opened.aclose()
         endpoints.remove_socket(services.config.unix)

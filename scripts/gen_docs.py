@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from docgen import commands, python, server  # noqa: E402 - found through the two lines above
+from docgen import binary, commands, python, server  # noqa: E402 - found through the two lines above
 
 DOCS = HERE.parent / "docs"
 
@@ -24,6 +24,7 @@ def pages() -> dict[str, str]:
         "reference/commands/index.md": commands.commands_page(registry),
         "reference/configuration.md": server.configuration_page(),
         "reference/hooks.md": server.hooks_page(),
+        "reference/binary-lane.md": binary.binary_page(registry),
         "reference/errors.md": server.errors_page(),
         "reference/replies.md": server.replies_page(),
         "reference/api.md": python.api_page(),

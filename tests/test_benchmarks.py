@@ -17,6 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks._lib import echo as echoes
 from benchmarks._lib import peers, prober, prompts
 from benchmarks._lib.bare import KEEP, SEND, SETUP
+from benchmarks._lib.haystack import FACTS, Haystack
 from benchmarks._lib.raw import RawClient, ReplyError, request, request_head
 from benchmarks._lib.report import Report, at_least, at_most
 from benchmarks._lib.stats import interleave, percentile, summarize
@@ -54,6 +55,22 @@ FINDINGS = {
         "fp32, alone: tokens that agree, 2 x 8",
         "bf16: tokens that agree, 2 x 8",
         "first token after 64 tokens: fp16",
+    ],
+    "attention": [
+        *(f"M {queries}, D {dim}: server computing" for queries in (1, 64) for dim in (64, 128)),
+        "M 1, D 128: overhead, binary lane",
+        "M 64, D 128: binary lane",
+        "queries a second, 8 clients",
+    ],
+    "stage2": [
+        *(f"first token after 64 tokens: {lane}" for lane in ("in process", "binary lane", "RESP")),
+        *(f"decoding after 64 tokens: {lane}" for lane in ("in process", "binary lane", "RESP")),
+        *(f"2 greedy tokens identical, 1 prompts: {lane}" for lane in ("in process", "binary lane", "RESP")),
+    ],
+    "querybatch": ["QUERY, K and V there", "QUERYBATCH"],
+    "needle": [
+        f"192 tokens, 1 texts: equal: {arm}"
+        for arm in ("in process, dense", "binary lane, dense", "in process, 2 blocks", "binary lane, 2 blocks")
     ],
 }
 
@@ -252,3 +269,20 @@ def test_prompts_are_real_text_long_enough_for_every_length():
     assert min(lengths) == 128
     for module, length in zip(prompts.MODULES[1:21], lengths, strict=True):
         assert len(prompts.prefix(encode, module, length)) == length
+
+
+@pytest.mark.parametrize(("number", "depth"), [(0, 0.05), (4, 0.45), (9, 0.95)])
+def test_haystack_hides_a_fact_on_a_line_of_its_own(number, depth):
+    def decode(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    text = Haystack(lambda letters: [ord(letter) for letter in letters], decode, 2000)
+    hidden = text.hide(number, depth, 1500)
+    name, secret = FACTS[number]
+    assert len(hidden.ids) == 1500
+    assert hidden.ids[: hidden.before] == text.ids[: hidden.before]
+    assert f"The secret number of {name} is {secret}." in decode(hidden.ids).split("\n")
+    assert str(secret) not in decode(text.ids)
+    assert hidden.answer == str(secret)
+    assert abs(hidden.before / 1500 - depth) < 0.15
+    assert name in decode(hidden.question)

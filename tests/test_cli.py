@@ -24,6 +24,8 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kvprefix" in out
     assert "PING" not in out
     assert run(capsys, "commands", "no-such-command")[0] == 1
+    _, out, _ = run(capsys, "commands", "V.FETCH")
+    assert "0x10 0x12" in out, "the codes on the binary lane"
 
 
 def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_every_option_named_in_the_documentation_exists() -> None:
     for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if any(mark in line for mark in ours):
-                found = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", line)
+                found = re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", line)
                 wrong += [f"{path.name}: --{flag}" for flag in found if flag not in known]
     assert not wrong, wrong
 
@@ -189,6 +189,23 @@ def test_every_error_is_documented(pages: dict[str, str]) -> None:
     for name, error in classes.items():
         assert error.__doc__, name
         assert f"| `{error.code}` | `{name}` |" in page
+
+
+PACKED = [row for _, row in sorted(REGISTRY.binary.items())]
+
+
+@pytest.mark.parametrize("row", PACKED, ids=[f"0x{row.code:02x}" for row in PACKED])
+def test_every_command_of_the_binary_lane_is_documented(row: pion.BinaryCommand, pages: dict[str, str]) -> None:
+    page = pages["reference/binary-lane.md"]
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| `0x{row.code:02X}` |")]
+    family = REGISTRY.origin(REGISTRY.get(row.command.upper()))
+    assert f"[{row.command}](commands/{family}.md#" in line
+    assert all(f"{field.name}" in line or field.kind is pion.FieldKind.RANGES for field in row.meta)
+
+
+def test_every_status_of_the_binary_lane_is_documented(pages: dict[str, str]) -> None:
+    page = pages["reference/binary-lane.md"]
+    assert all(f"| {status.value} | `{status.name}` | " in page for status in pion.Status)
 
 
 @pytest.mark.parametrize("name", pion.__all__)

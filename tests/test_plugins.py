@@ -18,7 +18,7 @@ from pion.client.errors import NotPersistedError
 from pion.config import Config
 from pion.errors import PluginError, StartupError
 from pion.plugins import BUILTIN_PLUGINS, KVCACHE_PLUGINS, available, make_plugin_manager, make_registry, select
-from pion.replies import ErrorReply
+from pion.replies import BinaryReply, ErrorReply
 from pion.server import serve
 from pion.testing import ServerProcess, make_harness, running_server
 
@@ -139,7 +139,7 @@ def chosen(folder: Folder, plugins: str, *, kvcache: bool = False) -> list[str]:
 )
 def test_selection(three: Folder, plugins: str, expected: list[str] | None) -> None:
     if expected is None:
-        with pytest.raises(PluginError, match=r"--plugins: no plugin named (all|delta); there are: .*alpha, beta"):
+        with pytest.raises(PluginError, match=r"--plugins: no plugin named (all|delta); there are: .*alpha, .*beta"):
             chosen(three, plugins)
     else:
         assert chosen(three, plugins) == expected
@@ -252,6 +252,86 @@ def test_hook_register_commands(folder: Folder) -> None:
     config = folder.config("seen")
     make_registry(make_plugin_manager(config), config)
     assert sys.modules["pion_plugin_seen"].calls == [config]
+
+
+BINARY = """
+import pion
+
+
+async def answer(context, argv):
+    return pion.OK
+
+
+async def packed(context, values, body):
+    return pion.BinaryReply(meta=b"!", body=values[0] + bytes(body))
+
+
+@pion.hookimpl
+def register_commands(config):
+    return [pion.Command(name={name!r}, arity=1, summary="A test.", since="1", handler=answer, replaces={replaces!r})]
+
+
+@pion.hookimpl
+def register_binary(config):
+    fields = (pion.Field("word", pion.FieldKind.NAME),)
+    return [pion.BinaryCommand(code={code!r}, command={command!r}, handler=packed, meta=fields, body="more")]
+"""
+
+
+def add_binary(folder: Folder, plugin: str, code: object, command: str, replaces: str | None = None) -> None:
+    name = "OTHER" if command == "NOBODY.KNOWS" else command
+    folder.add(plugin, BINARY.format(name=name, code=code, command=command, replaces=replaces))
+
+
+async def test_hook_register_binary(folder: Folder) -> None:
+    """Its rows name commands of the merged table, which say everything about them but the handler."""
+    add_binary(folder, "packer", 0xE0, "PACK.IT")
+    harness = make_harness(folder.config("packer"))
+    assert await harness.call_binary(0xE0, b"word", body=b" and more") == BinaryReply(0, b"!", b"word and more")
+    assert harness.services.monitor.counter("pack.it").calls == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "message"),
+    [
+        (
+            0xE0,
+            "NOBODY.KNOWS",
+            "plugin odd: code 0xe0 of the binary lane is for NOBODY.KNOWS, but no plugin has that command",
+        ),
+        (0, "PACK.IT", "plugin odd: code 0x00 of the binary lane must be from 0x01 to 0xff"),
+        (256, "PACK.IT", "plugin odd: code 0x100 of the binary lane must be from 0x01 to 0xff"),
+    ],
+)
+def test_hook_register_binary_with_wrong_rows(folder: Folder, code: int, command: str, message: str) -> None:
+    add_binary(folder, "odd", code, command)
+    with pytest.raises(PluginError, match=message):
+        make_harness(folder.config("odd"))
+
+
+def test_hook_register_binary_with_what_is_no_row(folder: Folder) -> None:
+    folder.add("odd", "import pion\n\n@pion.hookimpl\ndef register_binary(config):\n    return ['GET']\n")
+    with pytest.raises(PluginError, match="plugin odd: register_binary must return BinaryCommand rows, got 'GET'"):
+        make_harness(folder.config("odd"))
+
+
+def test_hook_register_binary_with_a_code_that_two_have(folder: Folder) -> None:
+    add_binary(folder, "one", 0xE0, "ONE.PACKS")
+    add_binary(folder, "two", 0xE0, "TWO.PACKS")
+    with pytest.raises(PluginError, match="code 0xe0 of the binary lane is in plugin one and in plugin two"):
+        make_harness(folder.config("one,two"))
+
+
+async def test_hook_register_binary_is_no_way_around_a_plugin_that_replaces_the_command(folder: Folder) -> None:
+    add_binary(folder, "old", 0xE0, "PACK.IT")
+    folder.add_command("strict", "PACK.IT", b"no", replaces="old")
+    harness = make_harness(folder.config("old,strict"))
+    assert 0xE0 not in harness.services.registry.binary
+    # The one that replaces it may have rows of its own.
+    add_binary(folder, "zealous", 0xE0, "PACK.IT", replaces="old")
+    harness = make_harness(folder.config("old,zealous"))
+    assert harness.services.registry.binary[0xE0].command == "PACK.IT"
+    assert await harness.call_binary(0xE0, b"a") == BinaryReply(0, b"!", b"a")
 
 
 def test_hook_startup(folder: Folder) -> None:

@@ -4,8 +4,9 @@ A cache must never cost an answer. With `fallback` a server that is away, slow, 
 count, and the caller goes on without it. A wrong password is different: it is a mistake of the operator that would stay
 hidden for ever, so it is always an error.
 
-Each operation uses a connection of its own, because a prefix that is being filled belongs to the connection that
-registered it. Connections are kept for the next operation.
+Each operation uses a client of its own, because a prefix that is being filled belongs to the connection that registered
+it. Clients are kept for the next operation, and with them the second connection that each has on the binary lane, if
+`lane` allows it and the server has one.
 """
 
 from __future__ import annotations

@@ -163,16 +163,20 @@ class Context:
 
     def names(self, name: str | bytes, meta: bytes | None) -> bool:
         """Whether `name` is the strict name of the prefix with this META: it can stand for nothing else, ever."""
-        stored = _stored_ids(meta, self.digest) if meta else None
+        stored = self.stored_ids(meta)
         text = name if isinstance(name, bytes) else name.encode(errors="replace")
         return stored is not None and text == self.namespace(stored).encode()
+
+    def stored_ids(self, meta: bytes | None) -> TokenIds | None:
+        """The tokens of the prefix with this META, or None as for `common_tokens`."""
+        return _stored_ids(meta, self.digest) if meta else None
 
     def common_tokens(self, meta: bytes | None, ids: TokenIds) -> int:
         """How many of the first tokens of `ids` the prefix with this META holds, computed in this very context.
 
         0 for a META that is absent, of another client, version or context, or damaged.
         """
-        stored = _stored_ids(meta, self.digest) if meta else None
+        stored = self.stored_ids(meta)
         if stored is None:
             return 0
         n = min(len(stored), len(ids))

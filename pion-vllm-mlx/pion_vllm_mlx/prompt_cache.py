@@ -10,14 +10,17 @@ from typing import Any, Final
 
 from pion.client import PionClient
 from pion.client.errors import PionClientError, ServerError
+from pion.client.records import LaneChoice
 from pion_vllm_mlx import transfer
 from pion_vllm_mlx.claims import Claim, Namespace, Plan, claim, register
 from pion_vllm_mlx.finding import Finder, Found
 from pion_vllm_mlx.fingerprint import Fingerprint, Identity, tokenizer_fingerprint
+from pion_vllm_mlx.inproc import HELD_BYTES
 from pion_vllm_mlx.link import Link, Operation, logger, unless_refused
 from pion_vllm_mlx.prefill import PREFILL_STEP, Progress, Watched, prefill
 from pion_vllm_mlx.prefix_key import BLOCK_TOKENS, Context, Layout, TokenIds, token_ids
 from pion_vllm_mlx.slots import SlotShape, probe
+from pion_vllm_mlx.stage2 import PrefixAttention, Stage2
 from pion_vllm_mlx.statistics import Counters
 from pion_vllm_mlx.threads import release_at_thread_end
 
@@ -35,7 +38,7 @@ LONGEST_WAIT_MS: Final = 600_000
 """The server's own default limit for one WAIT, which it refuses to exceed."""
 
 
-class PionPromptCache:
+class PionPromptCache(PrefixAttention):
     """Fetches the prefix of a prompt from a Pion server, or computes it and stores it for everyone else.
 
         pc = PionPromptCache(model, tokenizer=tokenizer)
@@ -49,9 +52,11 @@ class PionPromptCache:
             other name ("fp16", "int8", ...) is a format of the server, which converts.
         boundary_protect: with N > 0, K and the first and last N layers of V are stored as fp16, the rest as `vquant`.
             Ignored with "native".
-        stage2: attention on the server; not part of this version.
-        inproc: with stage2, attend to a prefix that this process holds without the server.
-        host, port, unix, tls, username, password, timeout_s: as for `pion.client.PionClient`.
+        stage2: attention where the rows are, see `mlx_lm_patch.py`: what is fetched or stored is made ready for
+            attention on the server, and `lookup` asks for that too.
+        inproc: with stage2, hold what `get_or_prefill` returned, and attend to it without the server.
+        inproc_bytes: the budget for that; the least recently used prefix is let go first.
+        host, port, unix, tls, username, password, timeout_s, lane: as for `pion.client.PionClient`.
         fallback: go on without the server when it is away, slow or full; `stats()["fallbacks"]` counts that. Without it
             the client's error is raised. A refused password is an error in both cases.
         adapter_path: names the adapter in the strict namespace, beside its content, which is always in it.
@@ -73,6 +78,7 @@ class PionPromptCache:
         boundary_protect: int = 0,
         stage2: bool = False,
         inproc: bool = True,
+        inproc_bytes: int = HELD_BYTES,
         host: str = "127.0.0.1",
         port: int = 1974,
         unix: str | None = None,
@@ -80,14 +86,12 @@ class PionPromptCache:
         username: str | None = None,
         password: str | None = None,
         timeout_s: float | None = 30,
+        lane: LaneChoice = "auto",
         fallback: bool = True,
         adapter_path: str | None = None,
         prefill_step: int = PREFILL_STEP,
         longest_match: bool = True,
     ) -> None:
-        if stage2:
-            msg = "stage2=True (attention on the server) is not part of this version of pion-vllm-mlx"
-            raise NotImplementedError(msg)
         if boundary_protect < 0 or prefill_step < 1:
             msg = "boundary_protect must be 0 or more, prefill_step 1 or more"
             raise ValueError(msg)
@@ -101,14 +105,14 @@ class PionPromptCache:
         self._tokenizer_hash = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         self._adapter_path = None if adapter_path is None else str(adapter_path)
         self._step = prefill_step
-        self._inproc = inproc
+        self._stage2 = Stage2(inproc_bytes if inproc else 0) if stage2 else None
         self._timeout_s = timeout_s
         self._counters = Counters()
         self._finder = Finder(self._counters, longest_match=longest_match)
         self._ms_per_token: float | None = None
         settings = {
             "host": host, "port": port, "unix": unix, "tls": tls,
-            "username": username, "password": password, "timeout_s": timeout_s,
+            "username": username, "password": password, "timeout_s": timeout_s, "lane": lane,
         }  # fmt: skip
         self._link = Link(settings, fallback=fallback)
         self._context()  # now, while the model has just been loaded, rather than in the first answer
@@ -150,14 +154,18 @@ class PionPromptCache:
         context = self._context(media)
         name = context.namespace(wanted) if namespace is None else namespace
         with self._link.operation(self._deadline_s(len(wanted))) as server:
+            if (caches := self._from_here(server, context, name, wanted)) is not None:
+                return caches
             found, mismatch = self._finder.exact(server, context, name, wanted)
             if found is not None:
                 self._counters.add(hits=1)
-                return found.caches
-            found = self._finder.match(server, context, wanted) if namespace is None else None
-            return self._complete(
-                server, context, name, wanted, found, store=not mismatch, looked_up=True, progress=progress
-            )
+                caches = found.caches
+            else:
+                found = self._finder.match(server, context, wanted) if namespace is None else None
+                caches = self._complete(
+                    server, context, name, wanted, found, store=not mismatch, looked_up=True, progress=progress
+                )
+            return self._make_ready(server, context, name, wanted, media, caches, stored=not mismatch)
 
     def prepare_prompt(
         self, ids: Sequence[int] | Any, *, media: Sequence[bytes] = (), progress: Progress | None = None
@@ -190,9 +198,18 @@ class PionPromptCache:
         return found.caches, wanted[have:].tolist()
 
     def lookup(self, namespace: Namespace) -> bool:
-        """Whether a prefix is stored under this name. The server counts it as a hit or a miss of no tokens."""
+        """Whether a prefix is stored under this name; with stage2, and the server can attend to it without warming.
+
+        The server counts it as a hit or a miss of no tokens.
+        """
+        slots = self._context().slots if self._stage2 is not None else ()
+
+        def there(client: PionClient) -> bool:
+            stored = client.prefix_lookup(namespace, tokens=0)
+            return stored and (self._stage2 is None or self._stage2.attending.is_warm(client, namespace, slots))
+
         with self._link.operation(self._deadline_s(0)) as server:
-            return server.ask("lookup", lambda client: client.prefix_lookup(namespace, tokens=0), otherwise=False)
+            return server.ask("lookup", there, otherwise=False)
 
     def drop(self, *namespaces: Namespace, cascade: bool = False) -> int:
         """Drop prefixes; how many there were. With `cascade` also those that continue them.
@@ -202,6 +219,8 @@ class PionPromptCache:
         """
         if not namespaces:
             return 0
+        if self._stage2 is not None:
+            self._stage2.held.drop(*namespaces)
         with self._link.operation(self._deadline_s(0)) as server:
             refused: list[ServerError] = []
 
@@ -224,9 +243,13 @@ class PionPromptCache:
 
         hits, partial_hits, misses, hit_rate; fetch_ms_total, store_ms_total, prefill_ms_total; tokens_restored,
         tokens_prefilled; bytes_fetched, bytes_stored; stored, not_stored (prefixes); waited (for another client's
-        prefill); mismatches (something else was found under the name); fallbacks (went on without the server).
+        prefill); mismatches (something else was found under the name); fallbacks (went on without the server). With
+        stage2 also attend_calls (questions about attention) and cold_rehydrates (see `cold_rehydrates_observed`).
         """
-        return {**self._counters.as_dict(), "fallbacks": self._link.failures}
+        stats = {**self._counters.as_dict(), "fallbacks": self._link.failures}
+        if self._stage2 is not None:
+            stats |= {"attend_calls": self._stage2.attending.calls, "cold_rehydrates": self.cold_rehydrates_observed}
+        return stats
 
     @staticmethod
     def make_namespace(*parts: Any, **seed_names: Any) -> str:
@@ -243,6 +266,9 @@ class PionPromptCache:
         return self._context(media).namespace(token_ids(ids))
 
     # Parts
+
+    def _identity(self) -> Identity:
+        return self._fingerprint.current()
 
     def _context(self, media: Sequence[bytes] = ()) -> Context:
         """What the rows depend on now: a model's weights, and even its element type, may change between calls."""

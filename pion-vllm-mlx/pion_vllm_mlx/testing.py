@@ -1,4 +1,4 @@
-"""Helpers for tests: a tiny model that needs no download, and an exact comparison of caches."""
+"""Helpers for tests: a tiny model that needs no download, an exact comparison of caches, a server's attention."""
 
 from __future__ import annotations
 
@@ -62,3 +62,62 @@ def _bits(cache: Any) -> list[Any]:
     held = [mx.contiguous(array[..., : cache.offset, :]) for array in (cache.keys, cache.values)]
     mx.eval(held)
     return [cache.offset, *((str(array.dtype), array.shape, bytes(memoryview(array).cast("B"))) for array in held)]
+
+
+class NumpyRemote:
+    """The rows of some caches, attended to in float64: what a server does, for tests of the other side.
+
+    It is both the `wire_cache.Remote` and the client that questions are put to.
+    """
+
+    def __init__(self, caches: list[Any]) -> None:
+        self._caches = caches
+        self._rows = [
+            [np.array(array.astype(mx.float32)[0], np.float64) for array in cache.keys_and_values()] for cache in caches
+        ]
+        self.tokens = caches[0].offset
+        self.calls: list[str] = []
+        self.away = False
+
+    def attend(self, _first: bool, question: Any) -> Any:
+        """See `wire_cache.Remote`."""
+        return None if self.away else question(self, "session")
+
+    def rows(self) -> list[Any]:
+        """See `wire_cache.Remote`."""
+        return self._caches
+
+    def attend_query(self, _session: Any, layer: int, q: Any, *, lse: bool = False) -> Any:
+        """As `PionClient`; q is `[H_kv, M, D]`."""
+        self.calls.append("query")
+        keys, values = self._rows[layer]
+        output, total = attention64(q, keys, values)
+        return (output, total) if lse else output
+
+    def attend_query_sparse_auto_fused(
+        self, _session: Any, layer: int, q: Any, keys: Any, values: Any, head_map: Any, *, block: int, top: int
+    ) -> Any:
+        """As `PionClient`."""
+        self.calls.append("sparse")
+        outputs = []
+        for head, kv_head in enumerate(head_map):
+            prefix = self._rows[layer][0][kv_head]
+            parts = [range(i, min(i + block, len(prefix))) for i in range(0, len(prefix), block)]
+            scores = [float(prefix[list(part)].mean(axis=0) @ q[head, 0]) for part in parts]
+            best = [row for i in np.argsort(scores)[::-1][:top] for row in parts[i]]
+            rows = [
+                np.concatenate([side[kv_head][best], own[kv_head]])[None]
+                for side, own in zip(self._rows[layer], (keys, values), strict=True)
+            ]
+            outputs.append(attention64(q[head : head + 1], *rows)[0])
+        return np.concatenate(outputs)
+
+
+def attention64(q: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+    """(output, LSE) of attention without a mask, computed in float64 and returned as float32."""
+    scores = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(keys, np.float64), -1, -2) / np.sqrt(q.shape[-1])
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    lse = (highest + np.log(total))[..., 0]
+    return (weights / total @ values).astype(np.float32), lse.astype(np.float32)

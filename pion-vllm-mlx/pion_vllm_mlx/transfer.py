@@ -1,9 +1,10 @@
 """Moving a prefix between a cache and the server: rows out, rows in.
 
-In: one request fetches every layer; the bytes of each layer and side are received into one small buffer, which stays in
-the processor's cache, and copied transposed from there into the final memory of the cache. Out: layer by layer, each a
-fresh copy, sent as it lies; a group of layers goes in one pipeline, and a group is bounded so that a long prefix
-doesn't need its size in memory a second time.
+In: one request fetches every layer, over the binary lane where the server has one; the bytes of each layer and side are
+received into one small buffer, which stays in the processor's cache, and copied transposed from there into the final
+memory of the cache. Out: on the connection that claimed the prefix, which speaks RESP, layer by layer, each a fresh
+copy, sent as it lies; a group of layers goes in one pipeline, and a group is bounded so that a long prefix doesn't need
+its size in memory a second time.
 """
 
 from __future__ import annotations

@@ -490,8 +490,3 @@ def test_dropping_what_others_continue_needs_cascade(connect, model):
         pc.drop(pc.namespace(base))
     assert pc.drop(pc.namespace(base), cascade=True) == 2
     assert pc.drop() == 0
-
-
-def test_stage2_is_refused_for_now(model):
-    with pytest.raises(NotImplementedError, match="stage2"):
-        PionPromptCache(model, stage2=True)

@@ -8,7 +8,8 @@
         rows = client.v_fetch("chat", 0, 0, 2)
 
 Rows go out from the caller's memory and come in to the caller's memory; see `PionClient.store_prefix` and
-`PionClient.prefix_fetch_into`. Errors: `pion.client.errors`.
+`PionClient.prefix_fetch_into`. Where the server has a binary lane, rows and queries go over it. The `attend_*` methods
+compute attention on the server. Errors: `pion.client.errors`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pion.client import commands
-from pion.client.commands import Request
+from pion.client.attend import AttendMethods
 from pion.client.limits import MAX_REPLY_BYTES
 from pion.client.lines import Lines
 from pion.client.packing import Argument
@@ -19,6 +19,7 @@ from pion.client.records import (
     Blocks,
     Done,
     Hashes,
+    LaneChoice,
     Layer,
     Match,
     Name,
@@ -30,12 +31,13 @@ from pion.client.records import (
     Stored,
     Wire,
 )
+from pion.client.requests import Call
 from pion.client.settings import Settings
 
 T = TypeVar("T")
 
 
-class PionClient:
+class PionClient(AttendMethods):
     """A connection to a Pion server, opened at the first call and opened again when it was lost.
 
     Thread-safe: calls from several threads take turns on one connection. A `prefix_lookup` that waits uses a connection
@@ -52,6 +54,10 @@ class PionClient:
             between. A write is never sent twice; it waits in the same way for a connection that can't be made.
         max_reply_bytes: a longer reply is refused before memory is taken for it.
         receive_buffer_bytes: SO_RCVBUF; None leaves it to the kernel, which adapts it.
+        lane: "auto" sends rows and queries over a second connection, on the server's binary lane: it asks for its port
+            when the first such call is made, and uses RESP where there is none. "resp" never asks; "binary" raises
+            `ConnectFailedError` for such a call when there is none. A Unix socket carries RESP only. What `execute`
+            says about the connection (CLIENT NO-TOUCH, MULTI) holds for the RESP one.
 
     Every method raises the errors of `pion.client.errors`: a `ServerError` when the server refuses (the connection
     stays usable), a `TransportError` when the exchange did not complete (the connection is closed, the next call opens
@@ -71,6 +77,7 @@ class PionClient:
         retries: int = 3,
         max_reply_bytes: int = MAX_REPLY_BYTES,
         receive_buffer_bytes: int | None = None,
+        lane: LaneChoice = "auto",
     ) -> None:
         self._settings = Settings(
             host=host,
@@ -83,6 +90,7 @@ class PionClient:
             retries=retries,
             max_reply_bytes=max_reply_bytes,
             receive_buffer_bytes=receive_buffer_bytes,
+            lane=lane,
         )
         self._lines = Lines(self._settings)
 
@@ -315,7 +323,8 @@ class PionClient:
     ) -> list[Rows]:
         """The whole prefix, ancestors included, in one round trip: `[k0, v0, k1, v1, ...]`.
 
-        Each is one axis in fresh memory: uint8 for `native`, float32, float16, or uint16 for `bf16`.
+        Each is one axis in fresh memory: uint8 for `native`, float32, float16, or uint16 for `bf16`. Parts of a large
+        prefix may lie in one piece of memory, which goes with the last of them.
         """
         return self._call(commands.prefix_fetch(ns, start, end, as_))
 
@@ -394,7 +403,7 @@ class PionClient:
         """KV.PREFIX.INFO as field -> text."""
         return self._call(commands.prefix_info())
 
-    def _call(self, request: Request[T]) -> T:
+    def _call(self, request: Call[T]) -> T:
         return self._lines.call(request)
 
     def _scan(self, command: str, match: Name | None, count: int | None) -> Iterator[bytes]:

@@ -1,20 +1,22 @@
-"""Every command as a `Request`: its bytes, how its reply becomes a result, and whether it may be repeated.
+"""Every command as a `Request`, or an `Either` if the binary lane has it too.
 
-Pure, and shared by the synchronous and the Trio client.
+Pure, and shared by the synchronous and the Trio client. What the binary lane can't express, such as a negative number,
+is a `Request`: the server then says in words what is wrong with it.
 """
 
 # ruff: noqa: D103  The commands are described where they are called, in `pion.client.client`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeVar
 
-import attrs
 import numpy as np
 
+from pion.client import binary
 from pion.client import converters as to
-from pion.client.limits import STORE_BYTES
+from pion.client.limits import MAX_BINARY_BODY_BYTES, MAX_BINARY_META_BYTES, STORE_BYTES
 from pion.client.packing import Argument, Buffer, argument, as_bytes, pack
 from pion.client.records import (
     Blocks,
@@ -30,40 +32,44 @@ from pion.client.records import (
     SessionInfo,
     Wire,
 )
+from pion.client.requests import Call, Either, Request, Sink
 from pion.client.sinks import CallerMemory, FreshArrays
+from pion.errors import Status
 
 T = TypeVar("T")
 
-Sink = FreshArrays | CallerMemory
 
-
-@attrs.frozen(eq=False)
-class Request(Generic[T]):
-    """One command, ready to send."""
-
-    name: str
-    buffers: list[Buffer] = attrs.field(repr=False)
-    """The bytes, which may hold a password."""
-    convert: Callable[[object], T]
-    """Makes the result of the reply, or raises `BadReplyError`. Never sees an error reply."""
-    reads: bool = False
-    """Changes nothing, so it may be sent again when the connection was lost."""
-    wait_s: float = 0.0
-    """How long the server itself may wait before it answers."""
-    sink: Sink | None = None
-
-    @property
-    def repeatable(self) -> bool:
-        """May be sent again now."""
-        return self.reads and (self.sink is None or self.sink.reusable)
-
-
-def _read(convert: Callable[[object], T], *args: Argument, sink: Sink | None = None, wait_s: float = 0) -> Request[T]:
+def read(convert: Callable[[object], T], *args: Argument, sink: Sink | None = None, wait_s: float = 0) -> Request[T]:
+    """A command that changes nothing."""
     return Request(str(args[0]), pack(args), convert, True, wait_s, sink)
 
 
-def _write(convert: Callable[[object], T], *args: Argument) -> Request[T]:
-    return Request(str(args[0]), pack(args), convert)
+def write(convert: Callable[[object], T], *args: Argument, claims: bool = False) -> Request[T]:
+    return Request(str(args[0]), pack(args), convert, claims=claims)
+
+
+def either(
+    convert: Callable[[object], T],
+    args: tuple[Argument, ...],
+    code: int,
+    meta: bytes | None,
+    *,
+    body: Sequence[Buffer] = (),
+    answers: Mapping[int, object] = MappingProxyType({}),
+    parts: binary.Parts | None = None,
+    reads: bool = False,
+    owned: bool = False,
+    sink: Sink | None = None,
+) -> Call[T]:
+    """One command for both lanes; for RESP alone when it has no meta, or is larger than the other lane takes."""
+    if meta is None or len(meta) > MAX_BINARY_META_BYTES or sum(map(len, body)) > MAX_BINARY_BODY_BYTES:
+        return Request(str(args[0]), pack(args), convert, reads, sink=sink)
+    packed = binary.Packed(code=code, meta=meta, body=body, answers=answers, parts=parts)
+    return Either(args=args, packed=packed, convert=convert, reads=reads, owned=owned, sink=sink)
+
+
+DONE: Final[Mapping[int, object]] = MappingProxyType({Status.OK: "OK"})
+"""What answers a write."""
 
 
 def generic(args: Sequence[Argument]) -> Request[object]:
@@ -75,19 +81,19 @@ def generic(args: Sequence[Argument]) -> Request[object]:
 
 
 def ping() -> Request[None]:
-    return _read(to.word("PONG"), "PING")
+    return read(to.word("PONG"), "PING")
 
 
 def info(section: str) -> Request[dict[str, str]]:
-    return _read(to.info, "INFO", *([section] if section else []))
+    return read(to.info, "INFO", *([section] if section else []))
 
 
 def stats() -> Request[dict[str, int | float]]:
-    return _read(to.numbers, "PION.STATS")
+    return read(to.numbers, "PION.STATS")
 
 
 def stats_reset() -> Request[None]:
-    return _write(to.word("OK"), "PION.STATS", "RESET")
+    return write(to.word("OK"), "PION.STATS", "RESET")
 
 
 # V-store
@@ -105,50 +111,69 @@ def v_create(sid: Name, dim: int | None, fmt: str | None, schema: str | None) ->
         raise ValueError("give a width or a schema")
     elif fmt is not None:
         args += ["VQUANT", fmt]
-    return _write(to.word("OK"), *args)
+    return write(to.word("OK"), *args)
 
 
-def v_store_batch(sid: Name, layer: int, start: int, count: int, rows: object, as_: Wire) -> Request[None]:
-    return _write(to.word("OK"), "V.STOREBATCH", sid, layer, start, count, "AS", as_, as_bytes(rows))
+def _store_args(sid: Name, layer: int, start: int, count: int, rows: Buffer, as_: Wire) -> tuple[Argument, ...]:
+    return "V.STOREBATCH", sid, layer, start, count, "AS", as_, rows
+
+
+def v_store_batch(sid: Name, layer: int, start: int, count: int, rows: object, as_: Wire) -> Call[None]:
+    to.wire_type(as_)
+    data = as_bytes(rows)
+    meta = binary.joined(binary.packed_name(sid), binary.packed_numbers(layer, start, count), binary.packed_wire(as_))
+    args = _store_args(sid, layer, start, count, data, as_)
+    return either(to.word("OK"), args, binary.V_STOREBATCH, meta, body=[data], answers=DONE, owned=True)
 
 
 def v_store(sid: Name, layer: int, token: int, row: object, as_: Wire) -> Request[None]:
-    return _write(to.word("OK"), "V.STORE", sid, layer, token, "AS", as_, as_bytes(row))
+    return write(to.word("OK"), "V.STORE", sid, layer, token, "AS", as_, as_bytes(row))
 
 
-def v_fetch(sid: Name, layer: int, start: int, end: int, as_: Wire) -> Request[Rows]:
+def v_fetch(sid: Name, layer: int, start: int, end: int, as_: Wire) -> Call[Rows]:
     convert = to.rows(as_, end - start)
-    return _read(convert, "V.FETCH", sid, layer, "RANGE", start, end, "AS", as_, sink=FreshArrays())
+    meta = binary.joined(binary.packed_name(sid), binary.packed_numbers(layer, start, end), binary.packed_wire(as_))
+    args = "V.FETCH", sid, layer, "RANGE", start, end, "AS", as_
+    return either(convert, args, binary.V_FETCH_RANGE, meta, reads=True, owned=True, sink=FreshArrays())
 
 
 def v_fetch_ids(sid: Name, layer: int, ids: Sequence[int], as_: Wire) -> Request[Rows]:
     if not len(ids):
         raise ValueError("name at least one row")
-    return _read(to.rows(as_, len(ids)), "V.FETCH", sid, layer, *ids, "AS", as_, sink=FreshArrays())
+    return read(to.rows(as_, len(ids)), "V.FETCH", sid, layer, *ids, "AS", as_, sink=FreshArrays())
 
 
-def _batch(sid: Name, ranges: Sequence[tuple[int, int, int]], as_: Wire) -> list[Argument]:
+def _batch(
+    convert: Callable[[object], T], sid: Name, ranges: Sequence[tuple[int, int, int]], as_: Wire, sink: Sink
+) -> Call[T]:
     numbers = [number for entry in ranges for number in entry]
-    return ["V.FETCH", sid, "BATCH", len(ranges), *numbers, "AS", as_]
+    args = "V.FETCH", sid, "BATCH", len(ranges), *numbers, "AS", as_
+    meta = binary.joined(binary.packed_name(sid), binary.packed_wire(as_), binary.packed_ranges(ranges))
+    if len({layer for layer, _, _ in ranges}) != 1:
+        # The binary answer is rows without their sizes, and each layer may have a width of its own.
+        meta = None
+    parts = binary.even([end - start for _, start, end in ranges])
+    return either(convert, args, binary.V_FETCH_BATCH, meta, parts=parts, reads=True, owned=True, sink=sink)
 
 
-def v_fetch_batch(sid: Name, ranges: Sequence[tuple[int, int, int]], as_: Wire) -> Request[list[Rows]]:
-    counts = [end - start for _, start, end in ranges]
-    return _read(to.row_list(as_, counts), *_batch(sid, ranges, as_), sink=FreshArrays())
+def v_fetch_batch(sid: Name, ranges: Sequence[tuple[int, int, int]], as_: Wire) -> Call[list[Rows]]:
+    convert = to.row_list(as_, [end - start for _, start, end in ranges])
+    return _batch(convert, sid, ranges, as_, FreshArrays())
 
 
 def v_fetch_batch_into(
     sid: Name, ranges: Sequence[tuple[int, int, int]], receive: Receive, done: Done | None, as_: Wire
-) -> Request[int]:
-    return _read(to.bulk_count(len(ranges)), *_batch(sid, ranges, as_), sink=CallerMemory(receive, done))
+) -> Call[int]:
+    to.wire_type(as_)
+    return _batch(to.bulk_count(len(ranges)), sid, ranges, as_, CallerMemory(receive, done))
 
 
 def v_drop(sids: Sequence[Name]) -> Request[int]:
-    return _write(to.integer, "V.DROP", *sids)
+    return write(to.integer, "V.DROP", *sids)
 
 
 def v_info(sid: Name) -> Request[SessionInfo]:
-    return _read(to.session_info, "V.INFO", sid)
+    return read(to.session_info, "V.INFO", sid)
 
 
 def listing(
@@ -160,7 +185,7 @@ def listing(
         args += ["MATCH", match]
     if count is not None:
         args += ["COUNT", count]
-    return _read(to.page, *args)
+    return read(to.page, *args)
 
 
 # Prefixes
@@ -205,11 +230,13 @@ def register_options(
 
 
 def prefix_register(ns: Name, kv_dim: int, fmt: str, options: Sequence[Argument]) -> Request[Registered]:
-    return _write(to.registered, "KV.PREFIX.REGISTER", ns, kv_dim, fmt, *options)
+    args = "KV.PREFIX.REGISTER", ns, kv_dim, fmt, *options
+    return write(to.registered, *args, claims="LAYERS" in options)
 
 
 def prefix_register_schema(ns: Name, k_runs: str, v_runs: str, options: Sequence[Argument]) -> Request[Registered]:
-    return _write(to.registered, "KV.PREFIX.REGISTER.SCHEMA", ns, "K", k_runs, "V", v_runs, *options)
+    args = "KV.PREFIX.REGISTER.SCHEMA", ns, "K", k_runs, "V", v_runs, *options
+    return write(to.registered, *args, claims="LAYERS" in options)
 
 
 def prefix_stores(ns: Name, layers: Sequence[Layer], tokens: int, as_: Wire) -> list[Request[None]]:
@@ -228,7 +255,8 @@ def prefix_stores(ns: Name, layers: Sequence[Layer], tokens: int, as_: Wire) -> 
             for start in range(0, tokens, step):
                 end = min(start + step, tokens)
                 part = data[start * row_bytes : end * row_bytes]
-                requests.append(v_store_batch(name + suffix, number, start, end - start, part, as_))
+                args = _store_args(name + suffix, number, start, end - start, part, as_)
+                requests.append(write(to.word("OK"), *args))
     return requests
 
 
@@ -240,26 +268,34 @@ def prefix_lookup(ns: Name, tokens: int | None, prefill_ms: float | None, wait_m
         args += ["PREFILL_MS", prefill_ms]
     if wait_ms:
         args += ["WAIT", wait_ms]
-    return _read(to.hit, *args, wait_s=(wait_ms or 0) / 1000)
+    return read(to.hit, *args, wait_s=(wait_ms or 0) / 1000)
 
 
-def _fetch(ns: Name, start: int | None, end: int | None, as_: Wire) -> list[Argument]:
-    args: list[Argument] = ["KV.PREFIX.FETCH", ns]
+def _fetch(
+    convert: Callable[[object], T], ns: Name, start: int | None, end: int | None, as_: Wire, sink: Sink
+) -> Call[T]:
+    args: tuple[Argument, ...] = "KV.PREFIX.FETCH", ns
     if (start is None) != (end is None):
         raise ValueError("a range needs both start and end")
-    if start is not None:
-        args += ["RANGE", start, end]
-    return [*args, "AS", as_]
+    span: bytes | None = binary.WHOLE_PREFIX
+    if start is not None and end is not None:
+        args = *args, "RANGE", start, end
+        # Both 0 mean the whole prefix on the binary lane, and no rows here.
+        span = binary.packed_numbers(start, end) if start or end else None
+    meta = binary.joined(binary.packed_name(ns), span, binary.packed_wire(as_))
+    args = *args, "AS", as_
+    return either(convert, args, binary.PREFIX_FETCH, meta, parts=binary.sized, reads=True, sink=sink)
 
 
-def prefix_fetch(ns: Name, start: int | None, end: int | None, as_: Wire) -> Request[list[Rows]]:
-    return _read(to.flat_list(as_), *_fetch(ns, start, end, as_), sink=FreshArrays())
+def prefix_fetch(ns: Name, start: int | None, end: int | None, as_: Wire) -> Call[list[Rows]]:
+    return _fetch(to.flat_list(as_), ns, start, end, as_, FreshArrays())
 
 
 def prefix_fetch_into(
     ns: Name, receive: Receive, done: Done | None, start: int | None, end: int | None, as_: Wire
-) -> Request[int]:
-    return _read(to.bulk_count(None), *_fetch(ns, start, end, as_), sink=CallerMemory(receive, done))
+) -> Call[int]:
+    to.wire_type(as_)
+    return _fetch(to.bulk_count(None), ns, start, end, as_, CallerMemory(receive, done))
 
 
 def prefix_match(hashes: Hashes, size: int | None, within: Name | None) -> Request[Match | None]:
@@ -269,39 +305,39 @@ def prefix_match(hashes: Hashes, size: int | None, within: Name | None) -> Reque
         args += ["SIZE", size]
     if within is not None:
         args += ["IN", within]
-    return _read(to.match, *args)
+    return read(to.match, *args)
 
 
 def prefix_meta(ns: Name) -> Request[bytes | None]:
-    return _read(to.bulk_or_none, "KV.PREFIX.META", ns)
+    return read(to.bulk_or_none, "KV.PREFIX.META", ns)
 
 
 def prefix_chain(ns: Name) -> Request[list[Segment] | None]:
-    return _read(to.chain, "KV.PREFIX.CHAIN", ns)
+    return read(to.chain, "KV.PREFIX.CHAIN", ns)
 
 
 def prefix_ttl(ns: Name) -> Request[int]:
-    return _read(to.integer, "KV.PREFIX.TTL", ns)
+    return read(to.integer, "KV.PREFIX.TTL", ns)
 
 
 def prefix_flag(word: str, ns: Name) -> Request[bool]:
     """PERSIST, PIN or UNPIN."""
-    return _write(to.flag, f"KV.PREFIX.{word}", ns)
+    return write(to.flag, f"KV.PREFIX.{word}", ns)
 
 
 def prefix_drop(namespaces: Sequence[Name], cascade: bool) -> Request[int]:
-    return _write(to.integer, "KV.PREFIX.DROP", *(["CASCADE"] if cascade else []), *namespaces)
+    return write(to.integer, "KV.PREFIX.DROP", *(["CASCADE"] if cascade else []), *namespaces)
 
 
 def prefix_blocks(ns: Name) -> Request[Blocks | None]:
-    return _read(to.blocks, "KV.PREFIX.BLOCKS", ns)
+    return read(to.blocks, "KV.PREFIX.BLOCKS", ns)
 
 
 def prefix_membership(ns: Name, hashes: Hashes) -> Request[np.ndarray[tuple[int], np.dtype[np.bool_]] | None]:
     table = to.hash_blob(hashes)
     count = len(table) // 8
-    return _read(to.bitmap(count), "KV.PREFIX.MEMBERSHIP", ns, count, table)
+    return read(to.bitmap(count), "KV.PREFIX.MEMBERSHIP", ns, count, table)
 
 
 def prefix_info() -> Request[dict[str, str]]:
-    return _read(to.info, "KV.PREFIX.INFO")
+    return read(to.info, "KV.PREFIX.INFO")

@@ -1,4 +1,4 @@
-"""One connection of the synchronous client: a blocking socket on which exchanges run.
+"""One connection of the synchronous client: a blocking socket on which exchanges run, on either lane.
 
 The socket blocks, with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO), so that a large bulk is one system call:
 MSG_WAITALL straight into its memory, the interpreter lock released throughout. While a pipeline is being sent the
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from pion.client.commands import Request, generic
 from pion.client.errors import (
     ConnectFailedError,
     ConnectionLostError,
@@ -24,7 +23,8 @@ from pion.client.errors import (
     ReplyTimeoutError,
 )
 from pion.client.exchange import Exchange
-from pion.client.replies import ReplyReader
+from pion.client.lanes import Address, Lane, RespLane
+from pion.client.requests import Call
 from pion.client.settings import Settings
 
 # As plain numbers: combining the members of an enum costs more than the system call's own overhead.
@@ -40,27 +40,33 @@ class Connection:
     Raises `ConnectFailedError`, or the server's error if it refuses the greeting (a wrong password).
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, lane: Lane | None = None) -> None:
         self._settings = settings
-        self._reader = ReplyReader(settings.max_reply_bytes)
+        self.lane = RespLane(settings) if lane is None else lane
+        self._reader = self.lane.reader
         self._timeout_s: float | None = None
         self._patience_s: float | None = None
         self._deadline: float | None = None
         self.open = True
         self._sock = self._connect()
         try:
-            self._set_timeout(settings.timeout_s)
-            exchange = Exchange([generic(line) for line in settings.greeting()], self._reader)
+            self._set_timeout(self.lane.patience_s)
+            exchange = Exchange(self.lane.greeting(), self._reader)
             try:
                 self.run(exchange)
             except ConnectionLostError:
                 # A server that refuses at the door says why, once, and closes.
-                settings.check_greeting(exchange.replies)
+                self.lane.check_greeting(exchange.replies)
                 raise
-            settings.check_greeting(exchange.replies)
+            self.lane.check_greeting(exchange.replies)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def peer(self) -> Address:
+        """Where the server is that answered."""
+        return self._sock.family, self._sock.getpeername()
 
     def close(self) -> None:
         """Close the socket. A child process may call this without disturbing its parent."""
@@ -79,7 +85,7 @@ class Connection:
 
     def exchange(
         self,
-        requests: Sequence[Request[object]],
+        requests: Sequence[Call[Any]],
         *,
         wait_s: float = 0.0,
         deadline_s: float | None = None,
@@ -92,7 +98,7 @@ class Connection:
         self._patience_s = self._settings.patience_s(wait_s)
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s + wait_s
         self._set_timeout(self._patience_s)
-        return Exchange(requests, self._reader, stop_at_error=stop_at_error)
+        return Exchange([*map(self.lane.form, requests)], self._reader, stop_at_error=stop_at_error)
 
     def run(self, exchange: Exchange) -> list[object]:
         """Send and receive until all replies are there; returns them. Closes the connection if it raises."""
@@ -118,7 +124,10 @@ class Connection:
         addresses: list[tuple[int, int, int, Any]] = []
         failure: OSError | None = None
         try:
-            if settings.unix is not None:
+            if self.lane.address is not None:
+                family, name = self.lane.address
+                addresses.append((family, socket.SOCK_STREAM, 0, name))
+            elif settings.unix is not None:
                 addresses.append((socket.AF_UNIX, socket.SOCK_STREAM, 0, settings.unix))
             else:
                 found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
@@ -130,13 +139,13 @@ class Connection:
                 return self._connected_socket(family, kind, proto, address)
             except OSError as error:
                 failure = error
-        raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure
+        raise ConnectFailedError(f"no Pion server at {self.lane.where}: {failure}") from failure
 
     def _connected_socket(self, family: int, kind: int, proto: int, address: Any) -> socket.socket:
         settings = self._settings
         sock = socket.socket(family, kind, proto)
         try:
-            sock.settimeout(settings.timeout_s)
+            sock.settimeout(self.lane.patience_s)
             if settings.receive_buffer_bytes is not None:
                 # Before connecting: the window that TCP announces depends on it.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, settings.receive_buffer_bytes)
@@ -226,7 +235,7 @@ class Connection:
         except OSError as error:
             raise self._broken(error) from error
         if not n:
-            raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
+            raise ConnectionLostError(f"{self.lane.where} closed the connection before the reply was complete")
         if target is not None:
             reader.filled(n)
         else:
@@ -237,13 +246,13 @@ class Connection:
     def _silent(self) -> ReplyTimeoutError:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return self._late()
-        return ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s")
+        return ReplyTimeoutError(f"{self.lane.where} was silent for {self._timeout_s} s")
 
     def _late(self) -> ReplyTimeoutError:
-        return ReplyTimeoutError(f"{self._settings.where} didn't complete its answer before the deadline")
+        return ReplyTimeoutError(f"{self.lane.where} didn't complete its answer before the deadline")
 
     def _broken(self, error: OSError) -> ConnectionLostError:
-        return ConnectionLostError(f"the connection to {self._settings.where} broke: {error}")
+        return ConnectionLostError(f"the connection to {self.lane.where} broke: {error}")
 
     def _hear_out(self, exchange: Exchange) -> None:
         """Take what came before a send failed: a server that refuses and closes has said why."""

@@ -130,6 +130,20 @@ def numbers(value: object) -> dict[str, int | float]:
     return result
 
 
+def facts(value: object) -> dict[str, int | str]:
+    """A map of numbers and texts."""
+    return {key: item if isinstance(item, int) else text(item) for key, item in _mapping(value).items()}
+
+
+def warmed(value: object) -> tuple[int, int]:
+    """`N` or `N skipped_dim=K`."""
+    first, _, rest = (value if isinstance(value, str) else "").partition(" ")
+    name, _, skipped = rest.partition("=")
+    if not first.isdecimal() or (rest and not (name == "skipped_dim" and skipped.isdecimal())):
+        _unexpected(value, "+N or +N skipped_dim=K")
+    return int(first), int(skipped or 0)
+
+
 def session_info(value: object) -> SessionInfo:
     fields = _mapping(value)
     try:
@@ -219,6 +233,14 @@ def _shaped(value: object, dtype: np.dtype[Any], count: int) -> Rows:
             raise BadReplyError(f"{flat.nbytes} bytes are not {count} rows")
         return flat.reshape(0, 0)
     return flat.reshape(count, -1)
+
+
+def floats(value: object, size: int) -> npt.NDArray[np.float32]:
+    """That many values of 32 bits on one axis."""
+    if not isinstance(value, np.ndarray) or value.nbytes != 4 * size:
+        _unexpected(value, f"{4 * size} bytes")
+    result: npt.NDArray[np.float32] = value.view("<f4")
+    return result
 
 
 def rows(as_: Wire, count: int) -> Callable[[object], Rows]:

@@ -5,7 +5,7 @@
         ConnectFailedError     nobody answers there; nothing was sent
         ConnectionLostError    the connection broke before the reply was complete
         ReplyTimeoutError      no byte for `timeout_s`
-        BadReplyError          the server sent bytes that are not RESP, or more than `max_reply_bytes`
+        BadReplyError          the server sent bytes that are no reply, or more than `max_reply_bytes`
         OutcomeUnknownError    any of the three above, after a write was sent: it may or may not have been applied
       ServerError              the server refused the command; the connection stays usable
         WrongPasswordError, NotAuthenticatedError, PermissionDeniedError, ...   one per code
@@ -42,7 +42,7 @@ class ReplyTimeoutError(TransportError):
 
 
 class BadReplyError(TransportError):
-    """The server sent something that is not RESP, is not what the command answers, or is larger than allowed."""
+    """The server sent something that is no reply, is not what the command answers, or is larger than allowed."""
 
 
 class OutcomeUnknownError(TransportError):
@@ -109,6 +109,10 @@ class ColdMissError(ServerError):
     """COLDMISS: the session must be warmed first."""
 
 
+class MovedError(ServerError):
+    """MOVED: the name lives on another worker, which the text names."""
+
+
 class NoProtocolError(ServerError):
     """NOPROTO: the server speaks no RESP3."""
 
@@ -128,6 +132,7 @@ BY_CODE: Final[dict[str, type[ServerError]]] = {
     "LOADING": LoadingError,
     "MISCONF": NotPersistedError,
     "COLDMISS": ColdMissError,
+    "MOVED": MovedError,
     "NOPROTO": NoProtocolError,
     "EXECABORT": ExecAbortError,
 }

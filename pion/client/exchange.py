@@ -1,4 +1,4 @@
-"""One exchange: requests out, as many replies in. Pure; the two clients only move its bytes.
+"""One exchange: requests out, as many replies in. Pure, and the same on both lanes; clients only move its bytes.
 
 Goal: pipelines of any size without a lock-up, large payloads without a copy, and a stop at the first error.
 Requests are cut into segments that end where a request ends: small ones are joined, a large payload is a buffer of its
@@ -13,14 +13,53 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any, Protocol
 
 import attrs
 
-from pion.client.commands import Request
 from pion.client.errors import BadReplyError, ConnectionLostError, PionClientError, ServerError
 from pion.client.limits import JOIN_BYTES, MAX_SEND_BUFFERS, SEGMENT_BYTES, SEND_BYTES
 from pion.client.packing import Buffer
-from pion.client.replies import NEED_DATA, ReplyReader
+from pion.client.replies import NEED_DATA
+
+
+class Outgoing(Protocol):
+    """A request in the form that one lane sends."""
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """Its bytes."""
+
+    @property
+    def expected(self) -> Any:
+        """What the lane's reader is told of it."""
+
+
+class Reader(Protocol):
+    """What takes the replies of one lane apart: see `replies.ReplyReader` and `binary.BinaryReader`."""
+
+    @property
+    def read_bytes(self) -> int:
+        """How much to receive at once for the next `feed`."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of a reply has been seen yet."""
+
+    def expect(self, expected: Any, /) -> None:
+        """The next reply answers this."""
+
+    def feed(self, data: bytes | memoryview, /) -> None:
+        """Take what the socket gave."""
+
+    def target(self) -> memoryview | None:
+        """Where the next bytes must be received; None: anywhere, for `feed`."""
+
+    def filled(self, n: int, /) -> None:
+        """The first `n` bytes of `target()` hold data."""
+
+    def next_reply(self) -> object:
+        """The next reply, or NEED_DATA."""
 
 
 @attrs.define
@@ -31,7 +70,7 @@ class _Segment:
     requests: int
 
 
-def _segments(requests: Sequence[Request[object]]) -> deque[_Segment]:
+def _segments(requests: Sequence[Outgoing]) -> deque[_Segment]:
     if len(requests) == 1:
         return deque([_Segment(deque(requests[0].buffers), 1)])
     result: deque[_Segment] = deque()
@@ -73,9 +112,7 @@ class Exchange:
         "replies",
     )
 
-    def __init__(
-        self, requests: Sequence[Request[object]], reader: ReplyReader, *, stop_at_error: bool = False
-    ) -> None:
+    def __init__(self, requests: Sequence[Outgoing], reader: Reader, *, stop_at_error: bool = False) -> None:
         self.reader = reader
         self.replies: list[object] = []
         self.pipelined = len(requests) > 1
@@ -159,4 +196,4 @@ class Exchange:
 
     def _expect(self) -> None:
         if len(self.replies) < len(self._requests):
-            self.reader.expect(self._requests[len(self.replies)].sink)
+            self.reader.expect(self._requests[len(self.replies)].expected)

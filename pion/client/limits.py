@@ -54,3 +54,27 @@ MAX_SPARE_CONNECTIONS: Final = 4
 
 STORE_BYTES: Final = 512 * MIB
 """One V.STOREBATCH of `store_prefix`: half of what a server takes as one argument by default."""
+
+MAX_ANSWER_META_BYTES: Final = MIB
+"""Meta of one answer of the binary lane: 16 bytes for each layer of a prefix, so 65,535 layers."""
+
+MAX_ERROR_BYTES: Final = 64 * KIB
+"""Body of an answer that holds no rows, on the binary lane: the text of an error, as long as a line of RESP."""
+
+BINARY_PATIENCE_S: Final = 2.0
+"""Longest silence while the binary lane is opened beside RESP: a firewall that swallows the packets for its port costs
+this once for each RESP connection, not `timeout_s`."""
+
+MAX_BINARY_META_BYTES: Final = 256 * KIB
+"""Meta of one request of the binary lane, as the server takes it; what needs more goes over RESP."""
+
+MAX_BINARY_BODY_BYTES: Final = GIB
+"""Body of one request of the binary lane: what a server takes by default, all arrays of it together. RESP bounds each
+of them, so it has room for more."""
+
+POOLED_BYTES: Final = 4 * MIB
+"""Parts of one answer that are together this large get their memory in one piece: from here on NumPy asks the system
+for large pages."""
+
+POOL_ALIGN_BYTES: Final = 64
+"""Each of them begins at a multiple of this from the first: a cache line, and more than any type of a value needs."""

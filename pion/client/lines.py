@@ -3,6 +3,10 @@
 One line serves all calls in turn, so that a declared prefix and the stores that fill it go over one connection, as the
 server demands. Look-ups that wait go apart, on connections of their own. A lock guards the line for one exchange.
 
+Rows and queries go over a second connection, on the binary lane, if the server has one: it is looked for when the first
+such call is made. Without it they go over the main line, and it is looked for again once that had to be opened anew, as
+after a restart of the server. A prefix that is being filled belongs to the main line, so its sessions stay there.
+
 A fork copies the sockets into the child, where using them would mix two processes' bytes in one stream; and it may copy
 a lock that a thread of the parent holds. So the child starts with new locks and no connections.
 """
@@ -14,21 +18,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
-from pion.client.commands import Request
+from pion.client.commands import info
 from pion.client.connection import Connection
-from pion.client.errors import ServerError, TransportError
+from pion.client.errors import BusyError, PionClientError, ServerError, TransportError
+from pion.client.lanes import BinaryLane, beside, binary_port
 from pion.client.limits import MAX_SPARE_CONNECTIONS
 from pion.client.policy import (
     converted,
     leaves_half_a_prefix,
+    no_binary_lane,
     outcome_unknown,
     pause_before_connecting,
     pause_before_repeating,
     stored,
 )
 from pion.client.records import Registered, Stored
+from pion.client.requests import Call, Either, Request
 from pion.client.settings import Settings
 
 T = TypeVar("T")
@@ -42,6 +49,11 @@ class Lines:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._main: Connection | None = None
+        self._claimed_by: Connection | None = None
+        """The main line on which a prefix was claimed that this client fills with calls of its own."""
+        self._binary: Connection | None = None
+        self._without: Connection | None = None
+        """The main line that was asked for the binary lane, and there was none."""
         self._spare: list[Connection] = []
         self.deadline_s: float | None = None
         """Longest time of one exchange."""
@@ -53,16 +65,22 @@ class Lines:
         """Close all connections that no call is using, waiting for the one call that uses the main line."""
         with self._lock:
             self._closings += 1
-            if self._main is not None:
-                self._main.close()
-            self._main = None
+            for connection in (self._main, self._binary):
+                if connection is not None:
+                    connection.close()
+            self._main = self._binary = self._claimed_by = self._without = None
             while self._spare:
                 self._spare.pop().close()
 
-    def call(self, request: Request[T]) -> T:
-        """One request on the main line. Raises the server's error as it is."""
+    def call(self, request: Call[T]) -> T:
+        """One request, on the lane that serves it best. Raises the server's error as it is."""
         with self._lock:
-            return self._retried(request, self._connected)
+            if isinstance(request, Either):
+                return self._on_either(request)
+            answer = self._retried(request, self._connected)
+            if request.claims and answer is Registered.OK:
+                self._claimed_by = self._main
+            return answer
 
     def call_apart(self, request: Request[T]) -> T:
         """One request on a connection of its own, which others need not wait for."""
@@ -110,8 +128,7 @@ class Lines:
             if answer is not Registered.OK or connection is None or not stores:
                 return Stored.STORED if answer is Registered.OK else Stored(answer.value)
             # The declared prefix belongs to this connection, so there is no second try on another one.
-            requests = cast("Sequence[Request[object]]", stores)
-            exchange = connection.exchange(requests, deadline_s=self.deadline_s, stop_at_error=True)
+            exchange = connection.exchange(stores, deadline_s=self.deadline_s, stop_at_error=True)
             try:
                 return stored(stores, connection.run(exchange))
             except TransportError as error:
@@ -135,6 +152,46 @@ class Lines:
         self._main = Connection(self._settings)
         return self._main
 
+    def _on_either(self, request: Either[T]) -> T:
+        ours = self._claimed_by is not None and self._claimed_by is self._main and self._claimed_by.open
+        if not self._settings.only_resp and not (request.owned and ours):
+            try:
+                return self._retried(request, self._quickest)
+            except BusyError:
+                # A pending prefix: nothing was done, and it may be the main line's own.
+                if not request.owned:
+                    raise
+        return self._retried(request, self._connected)
+
+    def _quickest(self) -> Connection:
+        """The binary connection if there is one, else the main line."""
+        connection = self._binary
+        if connection is not None and connection.open and not connection.stale():
+            return connection
+        if connection is not None:
+            connection.close()
+            self._binary = self._without = None
+        main = self._connected()
+        if main is self._without:
+            return main
+        try:
+            self._binary = self._beside(main)
+        except PionClientError:
+            if self._settings.lane == "binary" or not main.open:
+                raise
+            self._without = main
+            return main
+        return self._binary
+
+    def _beside(self, main: Connection) -> Connection:
+        """Connect to the binary lane of the server that the main line talks to."""
+        question = info("server")
+        reply = main.run(main.exchange([question], deadline_s=self.deadline_s))[0]
+        port = binary_port(converted(question, reply), main.peer)
+        if port is None:
+            raise no_binary_lane(self._settings)
+        return Connection(self._settings, BinaryLane(self._settings, beside(main.peer, port), self.deadline_s))
+
     def _first(self, connected: Callable[[], Connection]) -> Connection:
         attempt = 0
         while True:
@@ -145,28 +202,26 @@ class Lines:
             self._sleep(pause_s)
             attempt += 1
 
-    def _retried(self, request: Request[T], connected: Callable[[], Connection]) -> T:
+    def _retried(self, request: Call[T], connected: Callable[[], Connection]) -> T:
         attempt = 0
         while True:
             connection = self._first(connected)
             try:
-                exchange = connection.exchange(
-                    [cast("Request[object]", request)], wait_s=request.wait_s, deadline_s=self.deadline_s
-                )
+                exchange = connection.exchange([request], wait_s=request.wait_s, deadline_s=self.deadline_s)
                 return converted(request, connection.run(exchange)[0])
             except TransportError as error:
                 connection.close()
-                pause_s = pause_before_repeating(cast("Request[object]", request), error, attempt, self._settings)
+                pause_s = pause_before_repeating(request, error, attempt, self._settings)
             self._sleep(pause_s)
             attempt += 1
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
         spare, self._spare = self._spare, []
-        for connection in (self._main, *spare):
+        for connection in (self._main, self._binary, *spare):
             if connection is not None:
                 connection.close()
-        self._main = None
+        self._main = self._binary = self._claimed_by = self._without = None
 
 
 _ALL: Final[weakref.WeakSet[Lines]] = weakref.WeakSet()

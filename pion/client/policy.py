@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pion.client.commands import Request
 from pion.client.errors import (
     BusyError,
     ConnectFailedError,
@@ -17,12 +16,13 @@ from pion.client.errors import (
     TransportError,
 )
 from pion.client.records import Stored
+from pion.client.requests import Call, Request
 from pion.client.settings import Settings
 
 T = TypeVar("T")
 
 
-def converted(request: Request[T], reply: object) -> T:
+def converted(request: Call[T], reply: object) -> T:
     """The result of a reply. Raises the server's error, or `BadReplyError`."""
     if isinstance(reply, ServerError):
         raise reply
@@ -40,7 +40,7 @@ def pause_before_connecting(error: PionClientError, attempt: int, settings: Sett
     return settings.pause_s(attempt)
 
 
-def pause_before_repeating(request: Request[object], error: TransportError, attempt: int, settings: Settings) -> float:
+def pause_before_repeating(request: Call[Any], error: TransportError, attempt: int, settings: Settings) -> float:
     """Seconds to wait before sending the request again, or raises what the caller is told."""
     if not request.reads:
         raise outcome_unknown(request.name, error) from error
@@ -69,3 +69,10 @@ def stored(stores: Sequence[Request[None]], replies: Sequence[object]) -> Stored
 def leaves_half_a_prefix(error: ServerError) -> bool:
     """After this error of a store, the half-filled prefix is still this connection's, and must be dropped."""
     return not isinstance(error, BusyError)
+
+
+def no_binary_lane(settings: Settings) -> ConnectFailedError:
+    """The server says that it has none, or none that is safe to use."""
+    return ConnectFailedError(
+        f"the server at {settings.where} has no binary lane, or listens on another port than this one"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import enum
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -17,8 +17,19 @@ Name: TypeAlias = str | bytes
 Wire: TypeAlias = Literal["fp32", "fp16", "bf16", "native"]
 """How rows travel. `native` is the stored format, byte for byte."""
 
+LaneChoice: TypeAlias = Literal["auto", "resp", "binary"]
+"""Which protocol carries rows and queries: the binary one if the server has it, RESP always, or never RESP."""
+
 Rows: TypeAlias = "npt.NDArray[np.generic]"
 """Rows as they travelled: float32, float16, uint16 (bf16, which NumPy has not) or uint8 (native)."""
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Non-negative integers below 2^32, in any integer type."""
+
+LayerState: TypeAlias = Literal["warm", "cold", "missing"]
+"""Whether a layer is ready for attention; can be made so again from stored rows; or was never, or was forgotten."""
 
 Hashes: TypeAlias = "Sequence[int] | npt.NDArray[np.unsignedinteger] | npt.NDArray[np.signedinteger]"
 """Block hashes: one axis of unsigned 64-bit integers."""

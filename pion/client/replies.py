@@ -224,7 +224,7 @@ class ReplyReader:
     def _begin(self, size: int, kind: int) -> None:
         if self._sinks() and kind == _STRING and self._sink is not None:
             index, self._sunk = self._sunk, self._sunk + 1
-            self._bulk = _Bulk(index, size, _room(self._sink, index, size), kind, self._sink)
+            self._bulk = _Bulk(index, size, room_of(self._sink, index, size), kind, self._sink)
         else:
             whole = np.empty(size, np.uint8).data if size else memoryview(bytearray())
             self._bulk = _Bulk(-1, size, whole, kind, whole)
@@ -252,7 +252,7 @@ class ReplyReader:
         bulk.room = bulk.room[n:]
         if bulk.missing and not bulk.room and not isinstance(bulk.owner, memoryview):
             bulk.owner.done(bulk.index)
-            bulk.room = _room(bulk.owner, bulk.index, bulk.missing)
+            bulk.room = room_of(bulk.owner, bulk.index, bulk.missing)
 
     def _finish(self, bulk: _Bulk) -> object:
         if not isinstance(bulk.owner, memoryview):
@@ -280,7 +280,8 @@ class ReplyReader:
         return True, value
 
 
-def _room(sink: Sink, index: int, nbytes: int) -> memoryview:
+def room_of(sink: Sink, index: int, nbytes: int) -> memoryview:
+    """What the sink gives for the next of `nbytes` bytes. Raises `ValueError` for memory that can't take them."""
     room = memoryview(sink.receive(index, nbytes))
     if room.readonly or not room.c_contiguous:
         raise ValueError("receive must return a writable, C-contiguous buffer")

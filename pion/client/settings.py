@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ssl
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import attrs
 
 from pion.client.errors import BadReplyError, ServerError
 from pion.client.limits import FIRST_PAUSE_S, MAX_PAUSE_S
 from pion.client.packing import Argument
+from pion.client.records import LaneChoice
 from pion.config import VERSION
 
 LIBRARY: Final = "pion"
@@ -40,10 +41,18 @@ class Settings:
     retries: int = attrs.field(default=3, validator=attrs.validators.ge(0))
     max_reply_bytes: int = attrs.field(validator=_positive)
     receive_buffer_bytes: int | None = attrs.field(default=None, validator=_positive)
+    lane: LaneChoice = attrs.field(default="auto", validator=attrs.validators.in_(get_args(LaneChoice)))
 
     def __attrs_post_init__(self) -> None:
+        if self.lane == "binary" and self.unix is not None:
+            raise ValueError("lane 'binary' needs a host and a port; a Unix socket carries RESP only")
         if self.username is not None and self.password is None:
             raise ValueError("a username needs a password")
+
+    @property
+    def only_resp(self) -> bool:
+        """The binary lane is not to be looked for."""
+        return self.lane == "resp" or self.unix is not None
 
     @property
     def where(self) -> str:

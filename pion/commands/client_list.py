@@ -41,7 +41,8 @@ def describe(session: Session, services: Services) -> str:
         f"flags={flags or 'N'} db=0 sub=0 psub=0 ssub=0 multi={queued} qbuf=0 qbuf-free=0 argv-mem=0 "
         f"multi-mem={queued_bytes} obl=0 oll=0 omem=0 tot-mem={queued_bytes} "
         f"cmd={session.last_command.lower().replace(' ', '|') or 'NULL'} user={session.user} redir=-1 "
-        f"resp={session.resp} lib-name={session.lib_name.decode()} lib-ver={session.lib_ver.decode()} "
+        f"resp={session.resp} lane={session.lane} lib-name={session.lib_name.decode()} "
+        f"lib-ver={session.lib_ver.decode()} "
         f"tot-cmds={session.commands}\n"
     )
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from pion.args import show, word
-from pion.command import Arg, ArgType, Command, Flag
+from pion.command import Arg, ArgType, BinaryCommand, Command, Flag
 from pion.commands.auth import log_in
 from pion.commands.checks import label, syntax_error, wrong_arity
 from pion.commands.client_list import CLIENT_LIST_COMMANDS
 from pion.commands.client_state import CLIENT_STATE_COMMANDS, CLIENT_WORD
+from pion.commands.connection_binary import BINARY
 from pion.commands.modules import modules
+from pion.commands.pinning import PINNING_COMMANDS
 from pion.commands.transactions import TRANSACTION_COMMANDS
 from pion.config import REDIS_VERSION, Config
 from pion.context import Context
@@ -137,7 +139,13 @@ async def reset(context: Context, argv: list[Buffer]) -> Reply:
 @hookimpl
 def register_commands(config: Config) -> Sequence[Command]:
     """This family's rows."""
-    return (*COMMANDS, *CLIENT_STATE_COMMANDS, *CLIENT_LIST_COMMANDS, *TRANSACTION_COMMANDS)
+    return (*COMMANDS, *CLIENT_STATE_COMMANDS, *CLIENT_LIST_COMMANDS, *TRANSACTION_COMMANDS, *PINNING_COMMANDS)
+
+
+@hookimpl
+def register_binary(config: Config) -> Sequence[BinaryCommand]:
+    """AUTH, PING and PIN."""
+    return BINARY
 
 
 _BEFORE_AUTH: Final = Flag.FAST | Flag.NO_AUTH

@@ -69,6 +69,7 @@ def _server(services: Services) -> Rows:
         ("process_id", os.getpid()),
         ("run_id", services.state[PLUGIN]),
         ("tcp_port", services.tcp_port),
+        ("binary_port", services.binary_port),
         *((f"listener{index}", listener) for index, listener in enumerate(services.listening)),
         ("server_time_usec", int(services.clock.wall_s() * 1e6)),
         ("uptime_in_seconds", uptime_s),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pion.args import name, show
-from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.commands import kvprefix_read, kvprefix_register, kvprefix_save
+from pion.command import Arg, ArgType, BinaryCommand, Command, Flag, KeySpec
+from pion.commands import kvprefix_binary, kvprefix_read, kvprefix_register, kvprefix_save
 from pion.commands.kvprefix_register import NS, admission_rows
 from pion.commands.vstore_common import LIST_ARGS, LIST_REPLY, commit, list_page
 from pion.config import Config
@@ -17,7 +17,7 @@ from pion.context import Context, InfoSection, Services
 from pion.errors import CommandError
 from pion.hookspecs import hookimpl
 from pion.replies import Buffer, Reply
-from pion.storage.changes import DropPrefix, SetExpiry, SetPin
+from pion.storage.changes import DropPrefix, Reason, SetExpiry, SetPin
 from pion.storage.unit import Unit
 
 
@@ -38,6 +38,9 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
     # Dropping a prefix drops what continues it, so only the topmost ones are named.
     tops = [unit for unit in units if unit.parent is None or not any(part in doomed for part in unit.chain()[:-1])]
     await commit(context, *(DropPrefix(unit.name) for unit in tops))
+    for ns in names.keys() - store.prefixes.keys():
+        for callback in store.on_drop:  # also of those that had been evicted: others may still have something of them
+            callback(ns, Reason.COMMAND)
     return len(doomed)
 
 
@@ -115,6 +118,7 @@ def info_rows(services: Services) -> list[tuple[str, object]]:
         ("checksum_failures", counts.damaged),
         ("mapped_bytes", ledger.mapped_bytes),
         *admission_rows(services),
+        *(row for rows in services.prefix_info for row in rows()),
     ]
 
 
@@ -232,6 +236,12 @@ COMMANDS: Final = (
 def register_commands(config: Config) -> Sequence[Command]:
     """The KV.PREFIX commands."""
     return COMMANDS
+
+
+@hookimpl
+def register_binary(config: Config) -> Sequence[BinaryCommand]:
+    """REGISTER, FETCH and LOOKUP on the binary lane."""
+    return kvprefix_binary.BINARY
 
 
 @hookimpl

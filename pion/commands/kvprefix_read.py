@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 import trio
 
-from pion.args import MAX_NAME_BYTES, Cursor, integer, name, number
+from pion.args import MAX_ID, MAX_NAME_BYTES, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.commands.kvprefix_register import NS, admission, hash_blob
-from pion.commands.vstore_common import AS_ARG, row_range, verified
+from pion.commands.kvprefix_register import NS, PREFILL_MS_MAX, admission, check_prefill_ms, hash_blob
+from pion.commands.vstore_common import AS_ARG, check_range, row_range, verified_to_send, within
 from pion.context import Context
 from pion.errors import CommandError
-from pion.replies import Blob, Buffer, Reply, Simple
+from pion.replies import Blob, Buffer, Reply, Simple, Stream
 from pion.storage import reading
 from pion.storage.formats import Wire, parse_wire
 from pion.storage.hashes import Membership
@@ -31,18 +31,31 @@ BUILD_IN_THREAD_HASHES: Final = 10_000
 
 
 async def lookup(context: Context, argv: list[Buffer]) -> Reply:
-    """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>] [WAIT <ms>].
-
-    Cancellation: while waiting, nothing is recorded.
-    """
-    services = context.services
-    store, receipt = services.vstore, services.receipt
+    """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>] [WAIT <ms>]."""
     ns = argv[1] if type(argv[1]) is bytes else name(argv[1], "namespace")
     tokens: int | None = None
     prefill_ms: float | None = None
     wait_ms = 0
     if len(argv) > 2:
-        tokens, prefill_ms, wait_ms = _lookup_options(argv, services.config.max_wait_ms)
+        tokens, prefill_ms, wait_ms = _lookup_options(argv, context.services.config.max_wait_ms)
+    return HIT if await look_up(context, ns, tokens, prefill_ms, wait_ms) else MISS
+
+
+async def look_up(
+    context: Context, ns: bytes, tokens: int | None = None, prefill_ms: float | None = None, wait_ms: int = 0
+) -> bool:
+    """Whether a prefix is there and complete; credits the hit with `tokens` and `prefill_ms`, or counts the miss.
+
+    Waits up to `wait_ms` for a prefix that another connection is filling. Raises CommandError for a value out of its
+    limits. Cancellation: while waiting, nothing is recorded.
+    """
+    services = context.services
+    store, receipt = services.vstore, services.receipt
+    if tokens is not None:
+        within(tokens, "TOKENS", 0, MAX_ID)
+    if prefill_ms is not None:
+        check_prefill_ms(prefill_ms)
+    within(wait_ms, "WAIT", 0, services.config.max_wait_ms)
     unit = store.visible(ns)
     if unit is None:
         name(ns, "namespace")
@@ -53,7 +66,7 @@ async def lookup(context: Context, argv: list[Buffer]) -> Reply:
             receipt.kvprefix_misses += 1
             if services.config.admission:
                 admission(services).miss(ns)
-            return MISS
+            return False
     if not context.session.no_touch:
         if unit.parent is None:
             store.policy.touch(unit)
@@ -64,7 +77,7 @@ async def lookup(context: Context, argv: list[Buffer]) -> Reply:
     if prefill_ms is None and (tokens is None or tokens == own):
         prefill_ms = unit.prefill_ms
     receipt.hit(own if tokens is None else tokens, prefill_ms)
-    return HIT
+    return True
 
 
 def _lookup_options(argv: list[Buffer], max_wait_ms: int) -> tuple[int | None, float | None, int]:
@@ -77,7 +90,7 @@ def _lookup_options(argv: list[Buffer], max_wait_ms: int) -> tuple[int | None, f
         if option == b"TOKENS":
             tokens = integer(cursor.value("TOKENS"), "TOKENS")
         elif option == b"PREFILL_MS":
-            prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, 1e12)
+            prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, PREFILL_MS_MAX)
         elif option == b"WAIT":
             wait_ms = integer(cursor.value("WAIT"), "WAIT", 0, max_wait_ms)
         else:
@@ -117,13 +130,25 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     """KV.PREFIX.FETCH <ns> [RANGE <s> <e>] [AS ..]."""
     ns = name(argv[1], "namespace")
     span, wire = _fetch_options(argv)
+    return await fetch_prefix(context, ns, span, wire)
+
+
+async def fetch_prefix(context: Context, ns: bytes, span: tuple[int, int] | None, wire: Wire) -> list[Blob | Stream]:
+    """K and V of each layer in turn, [k0, v0, k1, v1, ...], for positions [span) of the whole text, None for all of it.
+
+    All is as of one moment and in the wire's type. Raises CommandError if there is no such prefix, or it lacks rows or
+    is damaged; nothing is counted then. Cancellation: nothing is counted.
+    """
+    if span is not None:
+        check_range(*span)
     store = context.services.vstore
     while True:
         unit = store.prefix(ns)
         gathered, owned = _gather(unit, span)
-        if await verified(context, owned):
+        doubts = await verified_to_send(context, owned)
+        if doubts is not None:
             break
-    answer = reading.Answer()
+    answer = reading.Answer(doubts)
     answers = [answer.part(spans, spec, wire) for spec, spans in gathered]
     if not context.session.no_touch:
         store.touch(unit)

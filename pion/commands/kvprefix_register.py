@@ -8,7 +8,7 @@ import attrs
 
 from pion.args import MAX_ID, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
-from pion.commands.vstore_common import commit
+from pion.commands.vstore_common import commit, within
 from pion.config import MAX_HASHES, Config
 from pion.context import Context, Services
 from pion.errors import CommandError
@@ -26,6 +26,8 @@ ADMISSION: Final = "kvprefix.admission"
 """Where `services.state` keeps the sketch."""
 MAX_EXPIRY_S: Final = 10**10
 """EX: three hundred years, so that the absolute time stays exact in a float."""
+PREFILL_MS_MAX: Final = 1e12
+"""PREFILL_MS: thirty years, far beyond any prefill, and sums of it stay exact enough."""
 
 
 @attrs.define
@@ -51,9 +53,24 @@ class Options:
             raise CommandError("LAYERS and TOKENS must be given together, and STATES only with them")
         return Declaration(self.layers, self.tokens, self.states or 0)
 
+    def check(self, config: Config) -> None:
+        """Raise CommandError if a value is out of its limits."""
+        if self.prefill_ms is not None:
+            check_prefill_ms(self.prefill_ms)
+        within(self.layers or 0, "LAYERS", 0, _most_layers(config))
+        within(self.tokens or 0, "TOKENS", 0, MAX_ID)
+        within(self.states or 0, "STATES", 0, config.max_layers)
+        _check_states(self.states or 0)
+        _check_meta(self.meta or b"", config)
+        within(self.offset, "PARENT offset", 0, MAX_ID)
+        if self.offset + (self.tokens or 0) > MAX_ID:
+            raise CommandError(f"PARENT offset + TOKENS must be at most {MAX_ID}")
+        if self.expires_in_s is not None:
+            within(self.expires_in_s, "EX", 1, MAX_EXPIRY_S)
+
 
 def parse_options(argv: list[Buffer], start: int, command: str, config: Config) -> Options:
-    """Options in any order, each at most once. Raises CommandError."""
+    """Options in any order, each at most once; `register_prefix` checks them together. Raises CommandError."""
     found = Options()
     cursor = Cursor(argv, start, command)
     while cursor:
@@ -62,19 +79,17 @@ def parse_options(argv: list[Buffer], start: int, command: str, config: Config) 
             size = integer(cursor.value("BLOCKS size"), "BLOCKS size", 1, 2**32 - 1)
             found.hashes = Hashes(size, hash_blob(cursor.value("BLOCKS count"), cursor.value("BLOCKS hashes")))
         elif option == b"PREFILL_MS":
-            found.prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, 1e12)
+            found.prefill_ms = number(cursor.value("PREFILL_MS"), "PREFILL_MS", 0.0, PREFILL_MS_MAX)
         elif option == b"LAYERS":
-            found.layers = integer(cursor.value("LAYERS"), "LAYERS", 0, min(config.max_layers, FETCH_PARTS_MAX // 2))
+            found.layers = integer(cursor.value("LAYERS"), "LAYERS", 0, _most_layers(config))
         elif option == b"TOKENS":
             found.tokens = integer(cursor.value("TOKENS"), "TOKENS", 0)
         elif option == b"STATES":
             found.states = integer(cursor.value("STATES"), "STATES", 0, config.max_layers)
-            if found.states:
-                raise CommandError("STATES must be 0: this version lacks the SSM.PREFIX family, which stores states")
+            _check_states(found.states)
         elif option == b"META":
             meta = cursor.value("META")
-            if len(meta) > config.max_meta_bytes:
-                raise CommandError(f"META must be at most {config.max_meta_bytes} bytes long, got {len(meta)}")
+            _check_meta(meta, config)
             found.meta = bytes(meta)
         elif option == b"PARENT":
             found.parent = name(cursor.value("PARENT namespace"), "PARENT namespace")
@@ -85,9 +100,27 @@ def parse_options(argv: list[Buffer], start: int, command: str, config: Config) 
             found.pin = True
         else:
             raise cursor.unknown(option, "BLOCKS, PREFILL_MS, LAYERS, TOKENS, STATES, META, PARENT, EX or PIN")
-    if found.offset + (found.tokens or 0) > MAX_ID:
-        raise CommandError(f"PARENT offset + TOKENS must be at most {MAX_ID}")
     return found
+
+
+def _most_layers(config: Config) -> int:
+    return min(config.max_layers, FETCH_PARTS_MAX // 2)
+
+
+def _check_states(states: int) -> None:
+    if states:
+        raise CommandError("STATES must be 0: this version lacks the SSM.PREFIX family, which stores states")
+
+
+def _check_meta(meta: Buffer, config: Config) -> None:
+    if len(meta) > config.max_meta_bytes:
+        raise CommandError(f"META must be at most {config.max_meta_bytes} bytes long, got {len(meta)}")
+
+
+def check_prefill_ms(value: float) -> None:
+    """Raise CommandError unless it is a prefill time; NaN is none."""
+    if not 0.0 <= value <= PREFILL_MS_MAX:
+        raise CommandError(f"PREFILL_MS must be a number from 0 to {PREFILL_MS_MAX:g}, got {value:g}")
 
 
 def hash_blob(count: Buffer, blob: Buffer) -> bytes:
@@ -104,7 +137,7 @@ async def register(context: Context, argv: list[Buffer]) -> Reply:
     ns = name(argv[1], "namespace")
     schema = Schema.uniform(get_format(argv[3]), integer(argv[2], "kv_dim", 1, config.max_dim))
     options = parse_options(argv, 4, "KV.PREFIX.REGISTER", config)
-    return await _register(context, ns, schema, schema, options)
+    return await register_prefix(context, ns, schema, schema, options)
 
 
 async def register_schema(context: Context, argv: list[Buffer]) -> Reply:
@@ -116,12 +149,17 @@ async def register_schema(context: Context, argv: list[Buffer]) -> Reply:
         side = bytes(argv[at][:2]).upper()
         if side not in (b"K", b"V") or side in shapes:
             raise CommandError("KV.PREFIX.REGISTER.SCHEMA: expected K <runs> V <runs> behind the namespace")
-        try:
-            shapes[side] = Schema.parse(argv[at + 1], None, config.max_layers, config.max_dim)
-        except CommandError as error:
-            raise CommandError(f"{side.decode()} runs: {error}") from None
+        shapes[side] = parse_runs(side.decode(), argv[at + 1], config)
     options = parse_options(argv, 6, "KV.PREFIX.REGISTER.SCHEMA", config)
-    return await _register(context, ns, shapes[b"K"], shapes[b"V"], options)
+    return await register_prefix(context, ns, shapes[b"K"], shapes[b"V"], options)
+
+
+def parse_runs(side: str, runs: Buffer, config: Config) -> Schema:
+    """The shape of one side, `K` or `V`, from its runs `format@dim*layers,...`. Raises CommandError naming the side."""
+    try:
+        return Schema.parse(runs, None, config.max_layers, config.max_dim)
+    except CommandError as error:
+        raise CommandError(f"{side} runs: {error}") from None
 
 
 def admission(services: Services) -> Admission:
@@ -144,7 +182,13 @@ def admission_rows(services: Services) -> list[tuple[str, object]]:
     ]
 
 
-async def _register(context: Context, ns: bytes, k_schema: Schema, v_schema: Schema, options: Options) -> Reply:
+async def register_prefix(context: Context, ns: bytes, k_schema: Schema, v_schema: Schema, options: Options) -> Simple:
+    """Register a prefix; returns OK, PENDING while another connection fills it, or DEFERRED by `--admission`.
+
+    Raises CommandError for a value out of its limits, a prefix that is there with another shape, or no room; then
+    nothing changed. Cancellation: it is registered or not; only the wait for the log ends.
+    """
+    options.check(context.services.config)
     services, owner = context.services, context.session.id
     store = services.vstore
     declaration = options.declaration()

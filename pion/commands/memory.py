@@ -91,6 +91,7 @@ async def memory_stats(context: Context, argv: list[Buffer]) -> Reply:
             ("dataset.bytes", ledger.payload_bytes),
             ("sending.bytes", ledger.sending_bytes),
             ("mapped.bytes", ledger.mapped_bytes),
+            *(field() for field in services.memory_stats),
             ("resident.bytes", anonymous_bytes()),
         ]
     )
@@ -176,6 +177,7 @@ MEMORY_COMMANDS: Final = (
         reply="Map: `total.allocated` (bytes charged), `clients.normal` (requests being received), `keys.count` "
         "(prefixes and lone sessions), `keys.bytes-per-key`, `dataset.bytes` (rows that can be fetched, in memory or "
         "files), `sending.bytes` (held by unfinished replies only), `mapped.bytes` (rows that lie in files), "
+        "`attention.bytes` (layers that are WARM, with the attend plugin; not part of the total), "
         "`resident.bytes` (anonymous memory of the process; 0 where the system doesn't say). Redis's other fields are "
         "left out.",
         complexity="O(N) with N connections",

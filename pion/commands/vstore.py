@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from pion.args import word
-from pion.command import Command
-from pion.commands import vstore_read, vstore_write
+from pion.command import BinaryCommand, Command
+from pion.commands import vstore_binary, vstore_read, vstore_write
 from pion.commands.info_tier import tier_rows
 from pion.commands.vstore_reaper import Reaper, memory_rows
 from pion.config import Config
@@ -32,6 +32,12 @@ COMMANDS: Final = (*vstore_write.COMMANDS, *vstore_read.COMMANDS)
 def register_commands(config: Config) -> Sequence[Command]:
     """The V commands."""
     return COMMANDS
+
+
+@hookimpl
+def register_binary(config: Config) -> Sequence[BinaryCommand]:
+    """The same on the binary lane."""
+    return vstore_binary.BINARY
 
 
 @hookimpl

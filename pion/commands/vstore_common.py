@@ -10,7 +10,7 @@ import trio
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
 from pion.command import Arg, ArgType, KeySpec
-from pion.config import MIB
+from pion.config import MIB, VERIFY_BEFORE_BYTES
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Buffer, Reply
@@ -18,11 +18,12 @@ from pion.storage.changes import Change
 from pion.storage.formats import Wire, parse_wire
 from pion.storage.glob import Glob
 from pion.storage.ordered import SortedMap
-from pion.storage.placed import TierFile, TierMemory
+from pion.storage.placed import TierFile
 from pion.storage.reading import Span
 from pion.storage.region import MappedMemory
 from pion.storage.tiers.base import TierMissError, TierUnavailableError
 from pion.storage.unit import SUFFIXES, Unit
+from pion.storage.verifying import Doubts
 
 logger = logging.getLogger("pion.storage")
 
@@ -91,12 +92,26 @@ def split_as(argv: list[Buffer], first: int) -> tuple[list[Buffer], Wire]:
     return argv, Wire.FP32
 
 
+def within(value: int, what: str, low: int, high: int) -> int:
+    """`value`, if it is in [low, high]; else CommandError, as for a number that was sent as text."""
+    if not low <= value <= high:
+        raise CommandError(f"{what} must be an integer from {low} to {high}, got {value}")
+    return value
+
+
+def check_range(start: int, stop: int) -> None:
+    """Raise CommandError unless [start, stop) is a range of row ids."""
+    if not 0 <= start <= stop <= MAX_ROW_END:
+        within(start, "start_id", 0, MAX_ROW_END)
+        within(stop, "end_id", 0, MAX_ROW_END)
+        raise CommandError(f"end_id must be at least start_id, {start}, got {stop}")
+
+
 def row_range(start: Buffer, stop: Buffer) -> tuple[int, int]:
     """A half-open range of row ids."""
     first = integer(start, "start_id", 0, MAX_ROW_END)
     last = integer(stop, "end_id", 0, MAX_ROW_END)
-    if first > last:
-        raise CommandError(f"end_id must be at least start_id, {first}, got {last}")
+    check_range(first, last)
     return first, last
 
 
@@ -123,33 +138,34 @@ async def verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Spa
     something that is stored is damaged, after what it belongs to was dropped, or is in a tier that does not answer.
     Cancellation: nothing was dropped.
     """
+    return await _verified(context, gathered, whole=True) is not None
+
+
+async def verified_to_send(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> Doubts | None:
+    """As `verified`, for a reply that is sent at once: of much only the beginning, and what is left is for the reply to
+    verify while it is sent. None: gather again.
+    """
+    return await _verified(context, gathered, whole=context.session.in_exec)
+
+
+async def _verified(context: Context, gathered: Iterable[tuple[Unit, Sequence[Span]]], *, whole: bool) -> Doubts | None:
     store = context.services.vstore
     if not store.ledger.mapped_bytes:
-        return True
-    doubtful: dict[MappedMemory, Unit] = {}
-    files: dict[TierFile, Unit] = {}
-    for unit, spans in gathered:
-        for span in spans:
-            memory = span.block.memory
-            if isinstance(memory, MappedMemory):
-                if isinstance(memory, TierMemory):
-                    files[memory.file] = unit
-                if not memory.verified:
-                    doubtful[memory] = unit
+        return Doubts(store, ())
+    doubts = Doubts(store, gathered)
     if not context.session.no_touch:
-        for file in files:
+        for file in doubts.files:
             store.tier_files.used(file)
-    if not doubtful:
-        return True
-    with store.tier_files.pinned(files):
-        lost = await _opened(context, files)
-        damaged = await _verify(context, [memory for memory in doubtful if doubtful[memory] not in lost])
-    stored = dict.fromkeys([*lost, *(doubtful[memory] for memory in damaged if memory.live)])
-    for unit in stored:
-        store.drop_damaged(unit)
-    if stored:
+    if not doubts.memories:
+        return doubts
+    with store.tier_files.pinned(doubts.files):
+        lost = await _opened(context, doubts.files)
+        kept = doubts.keep()
+        first = [*doubts.memories] if whole or doubts.nbytes <= VERIFY_BEFORE_BYTES else doubts.first()
+        damaged = await _verify(context, [memory for memory in first if doubts.memories[memory] not in lost])
+    if doubts.drop(damaged, lost):
         raise CommandError("no row: its bytes on disk are not what was stored, so it was dropped")
-    return not damaged
+    return doubts if kept and not damaged else None
 
 
 async def _opened(context: Context, files: Mapping[TierFile, Unit]) -> set[Unit]:

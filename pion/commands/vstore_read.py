@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
@@ -15,17 +16,20 @@ from pion.commands.vstore_common import (
     NO_SESSION,
     ONE_KEY,
     SID,
+    check_range,
     list_page,
     row_range,
     sid_name,
     split_as,
-    verified,
+    verified_to_send,
+    within,
     wrong_arity,
 )
 from pion.context import Context
 from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Map, Reply, Stream
 from pion.storage import reading
+from pion.storage.formats import Wire
 from pion.storage.reading import FETCH_PARTS_MAX
 from pion.storage.room import side_bytes
 from pion.storage.unit import SIDES, SUFFIXES, Unit
@@ -38,35 +42,52 @@ async def fetch(context: Context, argv: list[Buffer]) -> Reply:
     most = context.services.config.max_layers - 1
     kind = word(argv[2])
     if kind == b"BATCH":
-        ranges = _batch(argv, most)
+        return await fetch_ranges(context, sid, _batch(argv, most), wire)
+    layer = integer(argv[2], "layer", 0, most)
+    if word(argv[3]) == b"RANGE":
+        if len(argv) != 6:
+            raise wrong_arity("V.FETCH")
+        ranges = [(layer, *row_range(argv[4], argv[5]))]
     else:
-        layer = integer(argv[2], "layer", 0, most)
-        if word(argv[3]) == b"RANGE":
-            if len(argv) != 6:
-                raise wrong_arity("V.FETCH")
-            ranges = [(layer, *row_range(argv[4], argv[5]))]
-        else:
-            ranges = _ids(argv, layer)
+        ranges = _ids(argv, layer)
+    return (await fetch_ranges(context, sid, ranges, wire, joined=True))[0]
+
+
+async def fetch_ranges(
+    context: Context, sid: bytes, ranges: Sequence[tuple[int, int, int]], wire: Wire, *, joined: bool = False
+) -> list[Blob | Stream]:
+    """The rows of each (layer, start_id, end_id) of a session, all as of one moment, in the wire's type.
+
+    `joined`: one part with the rows of all ranges, which must be at least one and of one layer. Raises CommandError for
+    a range that is none, rows that aren't there or are damaged, and BusyError while another connection fills the
+    prefix; nothing is counted then. Cancellation: nothing is counted.
+    """
+    most = context.services.config.max_layers - 1
+    within(len(ranges), "n", 0, FETCH_PARTS_MAX)
+    for layer, start, stop in ranges:
+        within(layer, "layer", 0, most)
+        check_range(start, stop)
     store = context.services.vstore
     while True:
         unit, side = store.session(sid, context.session.id)
         schema = unit.schema(side)
         assert schema is not None  # noqa: S101  session() found it
         gathered = [reading.gather(unit, side, layer, start, stop) for layer, start, stop in ranges]
-        if await verified(context, ((unit, spans) for spans in gathered)):
+        doubts = await verified_to_send(context, ((unit, spans) for spans in gathered))
+        if doubts is not None:
             break
-    answer = reading.Answer()
+    answer = reading.Answer(doubts)
     answers: list[Blob | Stream] = []
-    if kind == b"BATCH":
+    if joined:
+        answers.append(answer.part([*chain.from_iterable(gathered)], schema.layer(ranges[0][0]), wire))
+    else:
         for (layer, _, _), spans in zip(ranges, gathered, strict=True):
             answers.append(answer.part(spans, schema.layer(layer), wire))
-    else:
-        answers.append(answer.part([*chain.from_iterable(gathered)], schema.layer(ranges[0][0]), wire))
     if not context.session.no_touch:
         store.touch(unit)
     store.fetches += 1
     context.services.receipt.kvprefix_bytes_served += sum(answer.nbytes for answer in answers)
-    return answers if kind == b"BATCH" else answers[0]
+    return answers
 
 
 def _batch(argv: list[Buffer], most: int) -> list[tuple[int, int, int]]:

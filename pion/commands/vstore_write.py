@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pion.args import integer, word
+from pion.args import MAX_ID, integer, word
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.vstore_common import (
     AS_ARG,
@@ -15,6 +15,7 @@ from pion.commands.vstore_common import (
     SID,
     commit,
     sid_name,
+    within,
     wrong_arity,
 )
 from pion.config import CONVERT_IN_THREAD_BYTES
@@ -55,9 +56,7 @@ async def storebatch(context: Context, argv: list[Buffer]) -> Reply:
     layer = integer(argv[2], "layer", 0, context.services.config.max_layers - 1)
     start = integer(argv[3], "start_id")
     count = integer(argv[4], "count", 0, MAX_ROW_END)
-    if start + count > MAX_ROW_END:
-        raise CommandError(f"start_id + count must be at most {MAX_ROW_END}, got {start + count}")
-    return await _store(context, sid, layer, start, count, wire, blob)
+    return await store_batch(context, sid, layer, start, count, wire, blob)
 
 
 async def store_one(context: Context, argv: list[Buffer]) -> Reply:
@@ -65,7 +64,7 @@ async def store_one(context: Context, argv: list[Buffer]) -> Reply:
     wire, blob = _blob(argv, 4, "V.STORE")
     sid = sid_name(argv[1])
     layer = integer(argv[2], "layer", 0, context.services.config.max_layers - 1)
-    return await _store(context, sid, layer, integer(argv[3], "token_id"), 1, wire, blob)
+    return await store_batch(context, sid, layer, integer(argv[3], "token_id"), 1, wire, blob)
 
 
 def _blob(argv: list[Buffer], position: int, command: str) -> tuple[Wire, Buffer]:
@@ -87,7 +86,19 @@ def _blob(argv: list[Buffer], position: int, command: str) -> tuple[Wire, Buffer
 _WIRE_NAMES: Final = frozenset(wire.value.encode() for wire in Wire)
 
 
-async def _store(context: Context, sid: bytes, layer: int, start: int, count: int, wire: Wire, blob: Buffer) -> Reply:
+async def store_batch(
+    context: Context, sid: bytes, layer: int, start: int, count: int, wire: Wire, blob: Buffer
+) -> Reply:
+    """Store rows [start, start + count) of one layer, given in the wire's type; returns OK. The buffer may be kept.
+
+    Raises CommandError for numbers that are no rows, a blob of another length, or rows that may not be stored; then
+    nothing changed. Cancellation: before the rows are stored nothing changed; after it only the wait for the log ends.
+    """
+    within(layer, "layer", 0, context.services.config.max_layers - 1)
+    within(start, "start_id", 0, MAX_ID)
+    within(count, "count", 0, MAX_ROW_END)
+    if start + count > MAX_ROW_END:
+        raise CommandError(f"start_id + count must be at most {MAX_ROW_END}, got {start + count}")
     store = context.services.vstore
     unit, side = store.session(sid)
     schema = unit.schema(side)

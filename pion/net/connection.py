@@ -15,11 +15,11 @@ each slice of a reply, the replies so far are sent and the loop runs the other t
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import trio
@@ -37,38 +37,45 @@ from pion.config import (
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.net.lanes import MakeLane, RespLane
 from pion.net.outbox import FLUSH_BYTES, Outbox
 from pion.net.polling import BusyPoll
 from pion.net.sending import Sender, size_of
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport, linger
-from pion.protocol.encode import Part, array_header, encode, error_line, map_header
-from pion.protocol.resp import LATER, Refused, Request, RespParser
-from pion.replies import ErrorReply, Map, Reply, Simple
+from pion.protocol.encode import Part
+from pion.protocol.resp import LATER
+from pion.replies import ErrorReply, Map
 
 logger = logging.getLogger("pion.net")
 
 
 class Connection:
-    """Serves one client over a transport."""
+    """Serves one client over a transport, in the protocol of its lane."""
 
     def __init__(
-        self, transport: Transport, services: Services, dispatcher: Dispatcher, table: ConnectionTable
+        self,
+        transport: Transport,
+        services: Services,
+        dispatcher: Dispatcher,
+        table: ConnectionTable,
+        make_lane: MakeLane = RespLane,
     ) -> None:
         config = services.config
         self._transport = transport
         self._services = services
         self._dispatcher = dispatcher
-        self._execute = dispatcher.execute
         self._table = table
         self.sender = Sender(transport, services.threads, table.pieces)
         self._scope = trio.CancelScope()
+        lane = self._lane = make_lane(services, dispatcher, self._allocate, self._reserve)
         self.killed = False
         now_s = services.clock.wall_s()
         self.session = Session(
             id=services.clients.next_id(),
             addr=transport.peer,
             laddr=transport.local,
+            lane=lane.name,
             authenticated=not config.requirepass,
             created_s=now_s,
             active_s=now_s,
@@ -78,12 +85,7 @@ class Connection:
         )
         self.session.unlogged = []
         self._context = Context(self.session, services, dispatcher)
-        self._parser = RespParser(
-            max_bulk_bytes=config.max_bulk_bytes,
-            max_args=config.max_args,
-            allocate=self._allocate,
-            reserve=self._reserve,
-        )
+        self._parser = lane.parser
         self._parser.restricted = not self.session.authenticated
         self._reserved = 0
         self._queued = 0
@@ -93,7 +95,7 @@ class Connection:
         self._commands = 0
         self._turn_end_ns = 0
         self._received = 0
-        self._outbox = Outbox(transport, self.sender, dispatcher.count_refused, self._replies_sent)
+        self._outbox = Outbox(transport, self.sender, lane.error_instead, dispatcher.count_refused, self._replies_sent)
         self._waited = False
         """The payload that memory is asked for has been waited for: it gets some now or never."""
         self._maybe_more = False
@@ -193,6 +195,7 @@ class Connection:
                 requests = parser.requests(1 if parser.restricted else COMMANDS_PER_TURN)
                 if requests:
                     await self._run_batch(requests)
+                    requests = ()  # else an idle client would keep its last payload
                     if session.closing:
                         return
                     parser.restricted = not session.authenticated
@@ -211,19 +214,20 @@ class Connection:
             await self._outbox.flush()
         except ProtocolError as error:
             self._dispatcher.count_refused(error.code)
-            self._outbox.parts.append(error_line(error.code, str(error)))
+            self._outbox.parts.append(self._lane.protocol_error(error))
             await self._outbox.flush()
             await linger(self._transport, self._table.scratch)
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    async def _run_batch(self, requests: list[Request]) -> None:
-        execute, context, session = self._execute, self._context, self.session
-        refused = requests[-1]
-        if type(refused) is Refused:
-            requests.pop()
+    async def _run_batch(self, requests: Sequence[Any]) -> None:
+        lane, context, session = self._lane, self._context, self.session
+        execute, small = lane.execute, lane.small
+        refused = requests[-1] if type(requests[-1]) is lane.refused else None
+        if refused is not None:
+            requests = requests[:-1]
         outbox, out = self._outbox, self._outbox.parts
-        reply: Reply | None = None
+        reply: Any = None
         session.active_s = self._services.clock.wall_s()
         session.commands += len(requests)
         for argv in requests:
@@ -233,7 +237,7 @@ class Connection:
             reply = await execute(context, argv)
             if session.reply_off or session.reply_skip:
                 session.reply_skip -= session.reply_skip > 0
-            elif type(reply) is Simple:
+            elif type(reply) is small:
                 out.append(reply.wire)
             else:
                 try:
@@ -242,11 +246,11 @@ class Connection:
                     ):
                         await self._encode_long(reply, out)
                     else:
-                        encode(reply, session.resp, out)
+                        lane.encode(reply, session.resp, out)
                 except TypeError as error:
                     del out[first:]
-                    reply = self._dispatcher.unsendable(context, self._dispatcher.find(argv), error)
-                    encode(reply, session.resp, out)
+                    reply = lane.unsendable(context, argv, error)
+                    lane.encode(reply, session.resp, out)
                 # A single part is bytes; a memoryview or a stream comes between a header and a line end.
                 outbox.nbytes += len(out[first]) if len(out) == first + 1 else size_of(out, first)  # type: ignore[arg-type]
             if session.unlogged:
@@ -260,12 +264,12 @@ class Connection:
                 if session.closing:
                     return
                 await self._yield()
-        if isinstance(refused, Refused):
+        if refused is not None:
             if session.reply_off or session.reply_skip:
                 session.reply_skip -= session.reply_skip > 0
             else:
-                encode(self._refuse(refused), session.resp, out)
-        if not outbox.unlogged or len(outbox.unlogged) >= COMMANDS_PER_TURN or type(reply) is not Simple:
+                lane.encode(lane.refusal(refused, self._refuse(refused)), session.resp, out)
+        if not outbox.unlogged or len(outbox.unlogged) >= COMMANDS_PER_TURN or type(reply) is not small:
             await self._outbox.flush()
         # Else more may have arrived that the log can take along.
         self._release_payload()
@@ -273,17 +277,10 @@ class Connection:
         if self._commands >= COMMANDS_PER_TURN:
             await self._yield()
 
-    async def _encode_long(self, reply: list[Reply] | Map, out: list[Part]) -> None:
+    async def _encode_long(self, reply: Any, out: list[Part]) -> None:
         """Encode what may take more than a turn, such as EXEC's array. Cancellation: the connection must close."""
-        resp = self.session.resp
-        items: Iterable[object]
-        if isinstance(reply, Map):
-            out.append(map_header(len(reply.pairs), resp))
-            items = itertools.chain.from_iterable(reply.pairs)
-        else:
-            out.append(array_header(len(reply)))
-            items = reply
-        for index, item in enumerate(items):
+        resp, encode = self.session.resp, self._lane.encode
+        for index, item in enumerate(self._lane.begin_long(reply, resp, out)):
             encode(item, resp, out)
             if not index % 16 and perf_counter_ns() > self._turn_end_ns:
                 await self._yield()
@@ -318,7 +315,7 @@ class Connection:
         if self._table.draining and self._parser.between_requests:
             self.close_idle()
 
-    def _refuse(self, request: Refused) -> ErrorReply:
+    def _refuse(self, request: Any) -> ErrorReply:
         if self.session.transaction is not None:
             self.session.transaction.failed = True
         self._dispatcher.count_refused(OutOfMemoryError.code)
@@ -377,7 +374,7 @@ class Connection:
                 if self._outbox.unlogged:
                     await self._outbox.flush()
                     continue
-                transport.receiving_bulk(left + 2)
+                transport.receiving_bulk(left + parser.trailer_bytes)
                 await transport.wait_readable()
                 turn_end_ns = perf_counter_ns() + RECEIVE_TURN_NS
                 continue

@@ -3,33 +3,95 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
+import attrs
 import trio
 
 from pion.config import Config
 from pion.errors import StartupError
 
+AFTER_PORT: Final = -2
+"""Of `binary_port`: the port after that of the RESP lane."""
+NO_BINARY_LANE: Final = -1
+MAX_PORT: Final = 65535
 
-async def open_listeners(config: Config) -> list[trio.SocketListener]:
-    """Bind the TCP port and the Unix socket. Raises `StartupError` saying which address and why."""
+
+@attrs.frozen(eq=False)
+class Listeners:
+    """The listening sockets, by what is spoken on them."""
+
+    resp: list[trio.SocketListener]
+    """TCP first, then the Unix socket."""
+    binary: list[trio.SocketListener]
+
+    @property
+    def all(self) -> list[trio.SocketListener]:
+        """Those of both lanes."""
+        return [*self.resp, *self.binary]
+
+    @property
+    def tcp_port(self) -> int:
+        """The TCP port of the RESP lane."""
+        return _port(self.resp[0])
+
+    @property
+    def binary_port(self) -> int:
+        """The TCP port of the binary lane; 0 without one."""
+        return _port(self.binary[0]) if self.binary else 0
+
+    def describe(self) -> list[str]:
+        """Every address as a URL, for the banner and the logs."""
+        return [describe(each) for each in self.resp] + [describe(each, "pion-binary") for each in self.binary]
+
+
+async def open_listeners(config: Config) -> Listeners:
+    """Bind the TCP ports and the Unix socket. Raises `StartupError` saying which address and why."""
+    opened = Listeners([], [])
     try:
-        opened = await trio.open_tcp_listeners(config.port, host=config.host, backlog=config.backlog)
-    except OSError as error:
-        raise StartupError(
-            f"can't listen on {config.host}:{config.port}: {error.strerror or error}; "
-            "is another server running there? --port 0 picks a free port"
-        ) from error
-    if config.unix:
         try:
-            opened.append(await _open_unix(config))
-        except BaseException as error:
-            for each in opened:
-                each.socket.close()
-            if isinstance(error, OSError):
+            opened.resp.extend(await trio.open_tcp_listeners(config.port, host=config.host, backlog=config.backlog))
+        except OSError as error:
+            raise StartupError(
+                f"can't listen on {config.host}:{config.port}: {error.strerror or error}; "
+                "is another server running there? --port 0 picks a free port"
+            ) from error
+        opened.binary.extend(await _open_binary(config))
+        if config.unix:
+            try:
+                opened.resp.append(await _open_unix(config))
+            except OSError as error:
                 reason = error.strerror or error
                 raise StartupError(f"can't listen on the Unix socket {config.unix}: {reason}") from error
-            raise
+    except BaseException:
+        for each in opened.all:
+            each.socket.close()
+        raise
     return opened
+
+
+async def _open_binary(config: Config) -> list[trio.SocketListener]:
+    port = config.binary_port
+    if port == NO_BINARY_LANE:
+        return []
+    if port == AFTER_PORT:
+        port = config.port + 1 if config.port else 0
+        if port > MAX_PORT:
+            raise StartupError(
+                f"there is no port after --port {config.port} for the binary lane: give --binary-port, or -1 for none"
+            )
+    try:
+        return await trio.open_tcp_listeners(port, host=config.host, backlog=config.backlog)
+    except OSError as error:
+        raise StartupError(
+            f"can't listen on {config.host}:{port} for the binary lane: {error.strerror or error}; "
+            "--binary-port 0 picks a free port, --binary-port -1 does without that lane"
+        ) from error
+
+
+def _port(listener: trio.SocketListener) -> int:
+    port: int = listener.socket.getsockname()[1]
+    return port
 
 
 async def _open_unix(config: Config) -> trio.SocketListener:
@@ -54,13 +116,13 @@ async def _open_unix(config: Config) -> trio.SocketListener:
     return trio.SocketListener(sock)
 
 
-def describe(listener: trio.SocketListener) -> str:
-    """The address as a URL, for the banner and the logs."""
+def describe(listener: trio.SocketListener, scheme: str = "tcp") -> str:
+    """The address as a URL; a Unix socket has a scheme of its own."""
     address = listener.socket.getsockname()
     if isinstance(address, str):
         return f"unix://{address}"
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"tcp://{host}:{address[1]}"
+    return f"{scheme}://{host}:{address[1]}"
 
 
 # File system calls on one path, at start and stop only: not worth a thread.

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from pion.errors import CommandError, ConnectionLostError
+from pion.errors import CommandError, ConnectionLostError, PionError
 from pion.net.sending import Promise, Sender, settle
 from pion.net.transport import Transport
-from pion.protocol.encode import Part, error_line
+from pion.protocol.encode import Part
 from pion.replies import Stream
 
 logger = logging.getLogger("pion.net")
@@ -43,22 +43,34 @@ class Announced(Protocol):
 class Outbox:
     """Encoded replies, and what they promise. Used by the connection's task, and by the log while it is `left`."""
 
-    __slots__ = ("_count_refused", "_sender", "_transport", "_when_sent", "left", "nbytes", "parts", "unlogged")
+    __slots__ = (
+        "_count_refused",
+        "_error_instead",
+        "_sender",
+        "_transport",
+        "_when_sent",
+        "left",
+        "nbytes",
+        "parts",
+        "unlogged",
+    )
 
     def __init__(
         self,
         transport: Transport,
         sender: Sender,
+        error_instead: Callable[[Part, PionError], bytes],
         count_refused: Callable[[str], None],
         when_sent: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._sender = sender
+        self._error_instead = error_instead
         self._count_refused = count_refused
         self._when_sent = when_sent
         self.parts: list[Part] = []
         self.nbytes = 0
-        """Of the parts whose size counts: all but simple replies."""
+        """Of the parts whose size counts: all but those of the lane's smallest replies."""
         self.unlogged: list[Promise] = []
         """Which parts may only be sent once the log has what they promise."""
         self.left = False
@@ -68,7 +80,7 @@ class Outbox:
         """Send everything, once what it promises is in the log. Cancellation: the connection must close."""
         if self.unlogged:
             unlogged, self.unlogged = self.unlogged, []
-            for refusal in await settle(self.parts, unlogged):
+            for refusal in await settle(self.parts, unlogged, self._error_instead):
                 self._count_refused(refusal.code)
         parts, nbytes = self.parts, self.nbytes
         if not parts:
@@ -117,7 +129,7 @@ class Outbox:
                 refusal = broken[0].refusal()
                 self._count_refused(refusal.code)
                 if last > first:
-                    self.parts[first:last] = [error_line(refusal.code, str(refusal))]
+                    self.parts[first:last] = [self._error_instead(self.parts[first], refusal)]
         data = b"".join(self.parts)  # type: ignore[arg-type]  # simple replies and errors
         try:
             sent = self._transport.send_nowait(data) or 0

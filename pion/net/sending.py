@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import trio
 
 from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
-from pion.errors import CommandError
+from pion.errors import CommandError, ConnectionLostError
 from pion.net.budget import Pieces
 from pion.net.transport import Transport
-from pion.protocol.encode import JOINED_BYTES, Part, error_line
-from pion.replies import Buffer, Stream
+from pion.protocol.encode import JOINED_BYTES, Part
+from pion.replies import BrokenReplyError, Buffer, Stream
+
+STREAMS_AHEAD: Final = 1
+"""Streams that are made and wait for what stands in front of them; one more is being made."""
+
+_Made: TypeAlias = list[Buffer] | Exception
 
 Promise: TypeAlias = tuple[int, int, list[Awaitable[None]]]
 """Parts of replies, from the first to one past the last, that may be sent once all of these were awaited."""
@@ -70,21 +75,72 @@ class Sender:
     async def send_parts(self, parts: Sequence[Part], nbytes: int) -> None:
         """Send a bulk reply of `nbytes` bytes. Cancellation: a part may be sent, the connection must close.
 
-        Raises `StreamLengthError`, and whatever a stream's piece raises.
+        Raises `StreamLengthError`, ConnectionLostError for a reply that is broken, and whatever else a stream's piece
+        raises.
         """
         self._transport.sending_bulk(True)
         self.nbytes = self.unsent = nbytes
         self.started_s = trio.current_time()
-        waiting: list[Buffer] = []
-        for part in parts:
-            if isinstance(part, Stream):
-                await self._send_stream(part, waiting)
-                waiting = []
+        ahead = [part for part in parts if isinstance(part, Stream) and part.ahead]
+        try:
+            if ahead:
+                await self._send_with(ahead, parts)
             else:
-                waiting.append(part)
-        await self._send_buffers(waiting)
+                await self._send_all(parts)
+        except BrokenReplyError as broken:
+            broken.tell()
+            raise ConnectionLostError(f"a reply was broken off: {broken}") from None
         self.nbytes = self.unsent = 0
         self._transport.sending_bulk(False)
+
+    async def _send_all(self, parts: Sequence[Part], made: trio.MemoryReceiveChannel[_Made] | None = None) -> None:
+        """Send all parts; the pieces of streams that are made ahead come from `made`."""
+        waiting: list[Buffer] = []
+        for part in parts:
+            if not isinstance(part, Stream):
+                waiting.append(part)
+            elif part.ahead and made is not None:
+                try:
+                    found = made.receive_nowait()
+                except trio.WouldBlock:
+                    await self._send_buffers(waiting)
+                    waiting = []
+                    found = await made.receive()
+                if isinstance(found, Exception):
+                    raise found
+                waiting += found
+            else:
+                await self._send_stream(part, waiting)
+                waiting = []
+        await self._send_buffers(waiting)
+
+    async def _send_with(self, ahead: Sequence[Stream], parts: Sequence[Part]) -> None:
+        """Send all parts, while streams that stand further back are made."""
+        outgoing, made = trio.open_memory_channel[_Made](STREAMS_AHEAD)
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._make, ahead, outgoing)
+            try:
+                await self._send_all(parts, made)
+            except Exception as error:  # outside of the nursery it would come in a group
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _make(self, streams: Sequence[Stream], made: trio.MemorySendChannel[_Made]) -> None:
+        for stream in streams:
+            pieces: list[Buffer] = []
+            try:
+                for make in stream.pieces:
+                    pieces.append(await trio.to_thread.run_sync(make, limiter=self._threads))
+                nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+                if nbytes != stream.nbytes:
+                    raise StreamLengthError(f"a stream of {stream.nbytes} bytes made {nbytes}")
+            except Exception as error:  # for whoever sends: it is theirs once they come there
+                await made.send(error)
+                return
+            await made.send(pieces)
 
     async def _send_stream(self, stream: Stream, before: list[Buffer]) -> None:
         """Send `before`, then the pieces, each made only when the one before has been taken."""
@@ -172,8 +228,12 @@ def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
     return views
 
 
-async def settle(out: list[Part], promises: Sequence[Promise]) -> list[CommandError]:
+async def settle(
+    out: list[Part], promises: Sequence[Promise], error_instead: Callable[[Part, CommandError], bytes]
+) -> list[CommandError]:
     """Wait until `out` may be sent. Replies that promise what could not be kept become errors, which are returned.
+
+    `error_instead` encodes an error in place of the reply whose first part it is given.
 
     Cancellation: nothing of `out` may be sent.
     """
@@ -186,7 +246,7 @@ async def settle(out: list[Part], promises: Sequence[Promise]) -> list[CommandEr
             failed.append((first, last, error))
     for first, last, refusal in reversed(failed):
         if last > first:
-            out[first:last] = [error_line(refusal.code, str(refusal))]
+            out[first:last] = [error_instead(out[first], refusal)]
     return [refusal for _, _, refusal in failed]
 
 

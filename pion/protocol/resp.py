@@ -87,6 +87,9 @@ class RespParser:
         "restricted",
     )
 
+    trailer_bytes: Final = 2
+    """What follows a payload on the wire before its request is complete."""
+
     def __init__(
         self,
         *,

@@ -24,6 +24,10 @@ FP16_MAX: Final = 65504.0
 BLOCK_VALUES: Final = 65_536
 """Values worked on at a time: the scratch of a block, a few times 256 KiB, stays in the second-level cache."""
 
+_NARROW_VALUES: Final = 2 * BLOCK_VALUES
+"""Values narrowed to bf16 at a time: without scratch a larger block fits, and is looked through for a NaN while it is
+in the cache."""
+
 _CASTS_IN_HARDWARE: Final = platform.machine().lower() in ("arm64", "aarch64")
 
 _TWO_112: Final = np.float32(2.0**112)
@@ -121,14 +125,14 @@ def bf16_to_fp32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 def fp32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Nearest even, as bf16 bits. Takes and returns a 1-D array."""
     result = np.empty(values.size, np.uint16)
-    for start in range(0, values.size, BLOCK_VALUES):
-        source = values[start : start + BLOCK_VALUES]
-        block = result[start : start + BLOCK_VALUES]
-        with np.errstate(all="ignore"):
-            np.copyto(block.view(ml_dtypes.bfloat16), source, casting="unsafe")
-            largest = source.max()
-        if np.isnan(largest):  # there is a NaN; ml_dtypes forgets its payload
-            nan = np.isnan(source)
-            upper = (source[nan].view(np.uint32) >> 16).astype(np.uint16)
-            block[nan] = np.where(upper & 0x7F, upper, upper | 0x40)
+    target = result.view(ml_dtypes.bfloat16)
+    with np.errstate(all="ignore"):
+        for start in range(0, values.size, _NARROW_VALUES):
+            source = values[start : start + _NARROW_VALUES]
+            target[start : start + _NARROW_VALUES] = source
+            largest = np.maximum.reduce(source)
+            if largest != largest:  # there is a NaN; ml_dtypes forgets its payload
+                nan = np.isnan(source)
+                upper = (source[nan].view(np.uint32) >> 16).astype(np.uint16)
+                result[start : start + _NARROW_VALUES][nan] = np.where(upper & 0x7F, upper, upper | 0x40)
     return result

@@ -88,24 +88,28 @@ class TierMemory(MappedMemory):
     @property
     def buffer(self) -> NDArray[np.uint8]:  # type: ignore[override]
         """The rows, through the object's mapping."""
-        if self._array is None:
-            self._array = np.frombuffer(self.file.view, np.uint8, self.nbytes, self.region.start)
+        if not self.keep():
+            raise RuntimeError(f"tier object {self.file.key} is not open")
+        assert self._array is not None  # noqa: S101  kept
         return self._array
 
     def anew(self) -> TierMemory:
         """What stands for the same rows without holding the object open."""
         return TierMemory(self.file, self.run, self._ledger)
 
-    def verify(self) -> bool:
-        """See `MappedMemory`."""
-        if not self.verified:
+    def keep(self) -> bool:
+        """See `MappedMemory`: from here on it doesn't matter whether the object stays open."""
+        if self._array is None:
             opened = self.file.opened
             if opened is None:  # dropped a moment ago
                 return False
-            array = np.frombuffer(opened.mapping.view, np.uint8, self.nbytes, self.region.start)
-            if super().verify():
-                self._array = array  # from here on it doesn't matter whether the object stays open
-        return self.verified
+            self.region = self.run.region(opened.mapping)
+            self._array = np.frombuffer(opened.mapping.view, np.uint8, self.nbytes, self.region.start)
+        return True
+
+    def verify(self) -> bool:
+        """See `MappedMemory`."""
+        return self.verified or (self.keep() and super().verify())
 
     def change_live(self, by: int) -> None:
         """See `Memory`."""

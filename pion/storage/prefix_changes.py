@@ -253,6 +253,8 @@ def apply_drop(store: VStore, change: DropPrefix) -> None:
     for victim in [*reversed(list(unit.descendants())), unit]:
         _drop_one(store, victim)
         store.dropped[change.reason] += 1
+        for callback in store.on_drop:
+            callback(victim.name, change.reason)
 
 
 def _drop_one(store: VStore, unit: Unit) -> None:

@@ -13,8 +13,10 @@ from pion.errors import CommandError
 from pion.replies import Blob, Buffer, Stream
 from pion.storage.block import Block, MissingRowError
 from pion.storage.formats import Format, Wire, from_native, wire_row_bytes
+from pion.storage.region import MappedMemory
 from pion.storage.schema import LayerSpec
 from pion.storage.unit import Side, Unit
+from pion.storage.verifying import Checks, Doubts
 
 FETCH_PARTS_MAX: Final = 16_384
 """Pieces of stored layers that one command gathers with no checkpoint between them, so that it is one view of the
@@ -46,6 +48,12 @@ class Span:
     def rows(self) -> int:
         """How many rows it has."""
         return self.stop - self.start
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the rows lie in a file and nobody has verified them."""
+        memory = self.block.memory
+        return isinstance(memory, MappedMemory) and not memory.verified
 
     def view(self) -> memoryview:
         """The stored bytes, without a copy."""
@@ -89,21 +97,24 @@ class Answer:
     while the socket drains, so neither the event loop nor memory pays for the whole reply.
     """
 
-    __slots__ = ("_group", "_left")
+    __slots__ = ("_checks", "_doubts", "_group", "_left")
 
-    def __init__(self) -> None:
+    def __init__(self, doubts: Doubts) -> None:
         self._left = CONVERT_IN_THREAD_BYTES
         self._group = _Group()
+        self._doubts = doubts
+        self._checks = Checks(doubts)
 
     def part(self, spans: Sequence[Span], spec: LayerSpec, wire: Wire) -> Blob | Stream:
         """The rows as a bulk string in the wire's type.
 
         The stored bytes go out as they are if the types agree and the spans aren't many small ones; otherwise they are
-        made (converted, or only copied together).
+        made (converted, or only copied together). What is in doubt is verified before its bytes are sent.
         """
         fmt, dim = spec.format, spec.dim
         same = wire is Wire.NATIVE or wire is fmt.wire
-        if same and len(spans) == 1:
+        doubtful = bool(self._doubts.memories) and any(span.is_doubtful for span in spans)
+        if same and len(spans) == 1 and not doubtful:
             view = spans[0].view()
             return Blob((view,), view.nbytes, spans)
         width = wire_row_bytes(wire, fmt, dim)
@@ -111,20 +122,35 @@ class Answer:
         if not total:
             return Blob((), 0)
         if same and (len(spans) < JOIN_SPANS or total > len(spans) * JOIN_SPAN_BYTES):
-            return Blob([span.view() for span in spans], total, spans)
+            return Blob(self._checked(spans) if doubtful else [span.view() for span in spans], total, spans)
         cost = total + PART_COST_BYTES
-        if cost <= self._left:
+        if cost <= self._left and not doubtful:
             self._left -= cost
             return Blob((_convert(spans, wire, fmt, dim),), total)
         self._left = 0
+        doubts = self._doubts if doubtful else None
         if total > CONVERT_PIECE_BYTES:
-            return Stream(total, _Pieces(spans, max(1, CONVERT_PIECE_BYTES // width), wire, fmt, dim))
+            return Stream(total, _Pieces(spans, max(1, CONVERT_PIECE_BYTES // width), wire, fmt, dim, doubts))
         if not self._group.takes(total):
             self._group = _Group()
-        return self._group.add(total, partial(_convert, spans, wire, fmt, dim))
+        return self._group.add(total, partial(_convert, spans, wire, fmt, dim, doubts))
+
+    def _checked(self, spans: Sequence[Span]) -> list[Buffer | Stream]:
+        """The rows as they are stored, with checks in front of those that nobody has verified."""
+        parts: list[Buffer | Stream] = []
+        for span in spans:
+            memory = span.block.memory
+            if isinstance(memory, MappedMemory) and not memory.verified:
+                check = self._checks.before(memory)
+                if check is not None:
+                    parts.append(check)
+            parts.append(span.view())
+        return parts
 
 
-def _convert(spans: Sequence[Span], wire: Wire, fmt: Format, dim: int) -> Buffer:
+def _convert(spans: Sequence[Span], wire: Wire, fmt: Format, dim: int, doubts: Doubts | None = None) -> Buffer:
+    if doubts is not None:
+        doubts.check([span.block.memory for span in spans if isinstance(span.block.memory, MappedMemory)])
     raw: Buffer = spans[0].view() if len(spans) == 1 else b"".join(span.view() for span in spans)
     return from_native(raw, wire, fmt, sum(span.rows for span in spans), dim)
 
@@ -165,6 +191,7 @@ class _Pieces:
     wire: Wire
     fmt: Format
     dim: int
+    doubts: Doubts | None
 
     def __iter__(self) -> Iterator[Callable[[], Buffer]]:
         batch: list[Span] = []
@@ -177,7 +204,7 @@ class _Pieces:
                 room -= stop - start
                 start = stop
                 if not room:
-                    yield partial(_convert, batch, self.wire, self.fmt, self.dim)
+                    yield partial(_convert, batch, self.wire, self.fmt, self.dim, self.doubts)
                     batch, room = [], self.rows
         if batch:
-            yield partial(_convert, batch, self.wire, self.fmt, self.dim)
+            yield partial(_convert, batch, self.wire, self.fmt, self.dim, self.doubts)

@@ -93,6 +93,10 @@ class MappedMemory(Memory):
     def __del__(self) -> None:
         self._ledger.unmap(self.nbytes)
 
+    def keep(self) -> bool:
+        """Stay readable from here on, whatever becomes of the file; False if that is too late."""
+        return True
+
     def verify(self) -> bool:
         """See `Region.verify`; remembers success."""
         if not self.verified and self.region.verify():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pion.config import TIER_RUN_BYTES
 from pion.storage.block import Block, adjacent
 from pion.storage.placed import TierFile, TierMemory, placed_file
 from pion.storage.region import MappedMemory
@@ -42,9 +44,18 @@ def lay_out_rows(key: str, register: bytes, rows: Rows) -> Layout | None:
             if isinstance(memory, MappedMemory) and not memory.verify():
                 return None
         for run in adjacent(blocks):
-            parts = [block.view(block.start, block.stop, width) for block in run]
-            runs.append(RowRun(side, index, run[0].start, run[-1].stop - run[0].start, parts))
+            runs += (RowRun(side, index, start, stop - start, parts) for start, stop, parts in _pieces(run, width))
     return lay_out(key, register, runs)
+
+
+def _pieces(run: Sequence[Block], width: int) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """Adjacent blocks in pieces of at most `TIER_RUN_BYTES`, all about as large: first row, one past the last, rows."""
+    first, last = run[0].start, run[-1].stop
+    count = -(-(last - first) // max(1, TIER_RUN_BYTES // width))
+    bounds = [first + (last - first) * number // count for number in range(count + 1)]
+    for start, stop in pairwise(bounds):
+        overlaps = ((block, max(start, block.start), min(stop, block.stop)) for block in run)
+        yield start, stop, [block.view(low, high, width) for block, low, high in overlaps if low < high]
 
 
 def copies(memories: Sequence[TierMemory]) -> dict[TierMemory, NDArray[np.uint8]] | None:

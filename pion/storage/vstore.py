@@ -133,6 +133,8 @@ class VStore(MakesRoom):
         """Units made since the reaper last looked."""
         self.dropped: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.checksum_failures = 0
+        self.on_drop: list[Callable[[bytes, Reason], None]] = []
+        """Each is told the name of every prefix that was dropped, and why; it may not change the store."""
         self._replaying = False
         self.before_change: Callable[[Change], None] | None = None
         """Told of each change before it is made, while a snapshot is taken."""

@@ -18,8 +18,11 @@ import trio
 
 from pion.config import Config
 from pion.context import Clock, Context, Services, Session
+from pion.protocol.binary import BinaryRequest
+from pion.protocol.binary_answers import answer_to, encode_answer
 from pion.protocol.encode import encode
-from pion.replies import Buffer, Map, Reply, Static
+from pion.protocol.packed import pack
+from pion.replies import BinaryReply, Buffer, ErrorReply, Map, Reply, Static
 from pion.server import Started, Worker, build, serve
 
 
@@ -73,6 +76,19 @@ class Harness:
         encode(reply, self.context.session.resp, [])
         plain: Reply = _plain(reply)
         return plain
+
+    async def call_binary(self, code: int, *values: object, body: Buffer = b"") -> BinaryReply | ErrorReply:
+        """Run one command of the binary lane, with the values of its meta, as this client.
+
+        Raises `TypeError` for a value that is no reply, which a server could not send.
+        """
+        request = BinaryRequest.of(code, 1)
+        row = self.services.registry.binary[code]
+        request.meta, request.body = pack(row.meta, values), body
+        request += [row.command.encode(), *(value for value in values[:1] if isinstance(value, bytes)), body]
+        reply: BinaryReply | ErrorReply = await self.worker.dispatcher.execute_packed(self.context, request)
+        encode_answer(answer_to(request, reply), [])
+        return reply
 
     def client(self) -> Harness:
         """Another client of the same worker."""
@@ -154,10 +170,13 @@ class ServerProcess:
         self._settled = threading.Event()
         self.log: list[str] = []
         self.port = 0
+        self.binary_port = 0
+        """Of the binary lane; 0 without one."""
         self.process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        port = () if "--port" in self._args else ("--port", "0")
+        # The port after a given one may be taken by then.
+        port = ("--binary-port", "0") if "--port" in self._args else ("--port", "0")
         directory = () if "--dir" in self._args else ("--dir", "")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pion", "server", *port, *directory, *self._args],
@@ -179,6 +198,8 @@ class ServerProcess:
         for line in self.process.stdout:
             self.log.append(line)
             if not self.port and (found := re.search(r"^  listening  tcp://[^,\s]*:(\d+)", line)):
+                if binary := re.search(r"pion-binary://[^,\s]*:(\d+)", line):
+                    self.binary_port = int(binary[1])
                 self.port = int(found[1])
                 self._settled.set()
         self._settled.set()

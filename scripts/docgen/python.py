@@ -17,6 +17,7 @@ import pion.client
 import pion.client.aio
 from docgen.markdown import cell, code_cell, paragraphs
 from pion import testing
+from pion.client.attend import AttendMethods
 from pion.config import Config
 
 
@@ -50,6 +51,7 @@ def client_page() -> str:
     """`pion.client`: the clients, the records and the errors."""
     lines = ["# Python client", "", *paragraphs(inspect.getdoc(pion.client) or ""), ""]
     lines += class_section("PionClient", pion.client.PionClient)
+    lines += ["## Attention", "", *paragraphs(inspect.getdoc(AttendMethods) or ""), ""]
     lines += ["## pion.client.aio", "", *paragraphs(inspect.getdoc(pion.client.aio) or ""), ""]
     for name in pion.client.__all__:
         value = getattr(pion.client, name)
@@ -105,7 +107,7 @@ def api_entry(name: str, value: object) -> list[str]:
     ]
     if rows:
         lines += ["", "| field | type | |", "|---|---|---|", *rows]
-    for member, function in vars(value).items():
+    for member, function in members(value).items():
         if not member.startswith("_") and inspect.isfunction(function):
             prefix = "async " if inspect.iscoroutinefunction(function) else ""
             lines += ["", f"**`{prefix}{member}{signature(function)}`**", ""]
@@ -116,6 +118,16 @@ def api_entry(name: str, value: object) -> list[str]:
         elif isinstance(function, property) and not member.startswith("_"):
             lines += ["", f"**`{member}`** (property)", "", *paragraphs(inspect.getdoc(function) or "")]
     return lines
+
+
+def members(value: type) -> dict[str, object]:
+    """What the class says, and behind it what the classes of ours say that it is put together from."""
+    found = dict(vars(value))
+    for each in value.__mro__[1:]:
+        if each.__module__.startswith("pion"):
+            for name, member in vars(each).items():
+                found.setdefault(name, member)
+    return found
 
 
 class _Annotation(str):

@@ -102,11 +102,12 @@ def errors_page() -> str:
         "An error reply is one line: `-CODE text`. The text is for people and may change; the code is for programs and "
         "stays. A client that gets any error after a `+HIT` treats it as a miss.",
         "",
-        "| code | class | when |",
-        "|---|---|---|",
+        "| code | class | status | when |",
+        "|---|---|---|---|",
     ]
     lines += [
-        f"| `{error.code}` | `{name}` | {cell(first_paragraph(error))} |" for name, error in error_classes().items()
+        f"| `{error.code}` | `{name}` | {int(error.status)} | {cell(first_paragraph(error))} |"
+        for name, error in error_classes().items()
     ]
     return "\n".join(lines) + "\n"
 

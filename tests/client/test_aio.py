@@ -24,7 +24,7 @@ from .fakes import FakeServer, Peer, answer, array, bulk, requests
 
 
 def client_of(server: FakeServer, **options: object) -> PionClient:
-    return PionClient(port=server.port, **{"timeout_s": 10, **options})
+    return PionClient(port=server.port, **{"timeout_s": 10, "lane": "resp", **options})
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
     def methods(cls: type) -> dict[str, inspect.Signature]:
         return {
             name: inspect.signature(item, eval_str=True)
-            for name, item in vars(cls).items()
-            if inspect.isfunction(item) and not name.startswith("_")
+            for name, item in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_")
         }
 
     plain, twin = methods(Synchronous), methods(PionClient)

@@ -21,7 +21,7 @@ from .fakes import FakeServer, Peer, answer, array, bulk, requests
 
 
 def client_of(server: FakeServer, **options: object) -> PionClient:
-    client = PionClient(port=server.port, **{"timeout_s": 10, **options})
+    client = PionClient(port=server.port, **{"timeout_s": 10, "lane": "resp", **options})
     client._lines._sleep = lambda _: None
     return client
 

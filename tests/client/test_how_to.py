@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "client.md"
 
 def test_the_examples(server_process: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 10
     code = "\n".join(examples)
     exec(compile(code, str(PAGE), "exec"), {"PORT": server_process.port})
     printed = capsys.readouterr().out.splitlines()

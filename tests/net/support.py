@@ -11,18 +11,19 @@ import attrs
 import trio
 
 from pion.clients import ClientTable
-from pion.command import Command, Flag
+from pion.command import BinaryCommand, Command, Field, FieldKind, Flag
 from pion.config import Config
 from pion.context import Clock, Context, Services, Transaction
 from pion.dispatch import Dispatcher
 from pion.errors import CommandError
 from pion.monitor import Monitor
 from pion.net.connection import Connection
+from pion.net.lanes import MakeLane, RespLane
 from pion.net.memory import MemoryTransport, memory_pair
 from pion.net.table import ConnectionTable
 from pion.receipt import Receipt
 from pion.registry import Registry
-from pion.replies import NO_REPLY, OK, Blob, Buffer, Map, Reply, Simple, Stream
+from pion.replies import NO_REPLY, OK, BinaryReply, Blob, Buffer, Map, Reply, Simple, Stream
 from tests.protocol.support import request
 
 __all__ = ["Client", "Rig", "request"]
@@ -117,6 +118,38 @@ class Store:
     async def none(self, context: Context, argv: list[Buffer]) -> Reply:
         return NO_REPLY
 
+    # The same on the binary lane.
+
+    async def packed_ping(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        self.seen.append(b"")
+        return BinaryReply()
+
+    async def packed_set(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        await self.set(context, [b"SET", values[0], body])
+        return BinaryReply()
+
+    async def packed_get(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        found = await self.get(context, [b"GET", values[0]])
+        return BinaryReply(2) if found is None else BinaryReply(meta=b"m", body=found)  # type: ignore[arg-type]
+
+    async def packed_stream(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        argv = [b"STREAM", *(b"%d" % value for value in values[:3])]
+        return BinaryReply(body=await self.stream(context, argv))  # type: ignore[arg-type]
+
+    async def packed_block(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        await self.block(context, [])
+        return BinaryReply()
+
+    async def packed_fail(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        raise CommandError("refused")
+
+    async def packed_nonsense(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        return OK  # type: ignore[return-value]
+
+    async def packed_auth(self, context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+        context.session.authenticated = True
+        return BinaryReply()
+
 
 def _rows(store: Store) -> list[Command]:
     def row(name: str, arity: int, handler: Any, flags: Flag = Flag.NONE) -> Command:
@@ -139,6 +172,28 @@ def _rows(store: Store) -> list[Command]:
         row("MULTI", 1, store.multi, Flag.NO_MULTI),
         row("EXEC", 1, store.execute, Flag.NO_MULTI),
         row("NONE", 1, store.none),
+    ]
+
+
+KEY = Field("key", FieldKind.NAME)
+CODES = {"AUTH": 1, "PING": 2, "SET": 3, "GET": 4, "STREAM": 5, "BLOCK": 6, "FAIL": 7, "NONSENSE": 8}
+
+
+def _packed_rows(store: Store) -> list[BinaryCommand]:
+    numbers = tuple(Field(name, FieldKind.U32) for name in ("declared", "made", "piece"))
+
+    def row(name: str, handler: Any, *meta: Field, body: str = "") -> BinaryCommand:
+        return BinaryCommand(code=CODES[name], command=name, handler=handler, meta=meta, body=body)
+
+    return [
+        row("AUTH", store.packed_auth),
+        row("PING", store.packed_ping),
+        row("SET", store.packed_set, KEY, body="the value"),
+        row("GET", store.packed_get, KEY),
+        row("STREAM", store.packed_stream, *numbers),
+        row("BLOCK", store.packed_block, KEY),
+        row("FAIL", store.packed_fail),
+        row("NONSENSE", store.packed_nonsense),
     ]
 
 
@@ -185,6 +240,7 @@ class Rig:
         self.store = Store()
         self.registry = Registry()
         self.registry.add("test", _rows(self.store))
+        self.registry.add_binary("test", _packed_rows(self.store))
         self.monitor = Monitor(slower_than_us=10_000_000, max_len=10)
         self.ledger = SimpleNamespace(sending_bytes=0)
         self.services = Services(
@@ -214,9 +270,9 @@ class Rig:
             yield rig
             nursery.cancel_scope.cancel()
 
-    def connect(self, capacity: int = 1 << 20) -> Client:
+    def connect(self, capacity: int = 1 << 20, make_lane: MakeLane = RespLane) -> Client:
         """A new client; the server's replies wait in a pipe of `capacity` bytes."""
         there, here = memory_pair(capacity)
-        connection = Connection(here, self.services, self.dispatcher, self.table)
+        connection = Connection(here, self.services, self.dispatcher, self.table, make_lane)
         self.nursery.start_soon(connection.run)
         return Client(there, connection)

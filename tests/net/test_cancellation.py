@@ -7,17 +7,19 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from pion.net.connection import Connection
+from pion.net.lanes import BinaryLane, MakeLane, RespLane
 from pion.net.memory import memory_pair
 from pion.net.sending import Sender
 from tests.net.support import Client, Rig, request
+from tests.net.test_binary_lane import ask, done, packed
 
 MIB = 1 << 20
 
 
-async def cancelled_while(rig: Rig, sent: bytes, capacity: int = 1 << 20) -> Client:
+async def cancelled_while(rig: Rig, sent: bytes, capacity: int = 1 << 20, make_lane: MakeLane = RespLane) -> Client:
     """A client whose connection was cancelled once it had nothing more to do with `sent`."""
     there, here = memory_pair(capacity)
-    connection = Connection(here, rig.services, rig.dispatcher, rig.table)
+    connection = Connection(here, rig.services, rig.dispatcher, rig.table, make_lane)
     client = Client(there, connection)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(connection.run)
@@ -50,6 +52,48 @@ async def test_cancelled_connections_close_and_give_back_what_they_shared(sent):
     assert rig.store.values == {}
     await client.receive(1000)
     await client.expect_end()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        ask("PING")[:20],
+        ask("SET", 1, packed(b"k"), b"x" * 100)[:-1],
+        ask("SET", 1, packed(b"k"), b"x" * 100_000)[:-1],
+        ask("GET", 1, packed(b"k" * 60_000))[:-1],
+        ask("BLOCK", 1, packed(b"k")),
+        b"?",
+    ],
+    ids=["idle", "header", "body", "payload", "long meta", "command", "lingering"],
+)
+async def test_on_the_binary_lane_too(sent):
+    rig = Rig()
+    client = await cancelled_while(rig, sent, make_lane=BinaryLane)
+    assert rig.table.budget.used == 0
+    assert rig.table.statistics().connections == 0
+    assert len(rig.services.clients) == 0
+    assert rig.closed == [client.connection.session.id]
+    assert rig.store.values == {}
+    await client.receive(1000)
+    await client.expect_end()
+
+
+async def test_a_cancelled_answer_of_the_binary_lane_is_cut_and_never_followed_by_another():
+    rig = Rig()
+    rig.store.values[b"k"] = memoryview(b"k" * 4 * MIB)
+    client = await cancelled_while(
+        rig, ask("GET", 1, packed(b"k")) + ask("PING", 2), capacity=100_000, make_lane=BinaryLane
+    )
+    received = await client.receive(8 * MIB)
+    assert received[:24] == answer_header(4 * MIB)
+    assert set(received[25:]) == {ord("k")}
+    assert len(received) < 4 * MIB
+
+
+def answer_header(nbytes: int) -> bytes:
+    """The header of the answer to GET that carries so many bytes."""
+    return done("GET", 1, meta=b"m", body=bytes(nbytes))[:24]
 
 
 @pytest.mark.parametrize("command", [[b"GET", b"k"], [b"STREAM", b"4000000", b"4000000", b"1000000"]])

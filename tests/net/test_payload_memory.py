@@ -80,6 +80,17 @@ async def test_a_cut_connection_gives_its_payload_back_at_once(monkeypatch, how)
 
 
 @pytest.mark.usefixtures("no_collector")
+async def test_an_idle_client_does_not_keep_its_last_payload(monkeypatch) -> None:
+    watched = Watched(monkeypatch)
+    async with Rig.running() as rig:
+        client = rig.connect()
+        await client.send(request(b"SET", b"k", bytes(BIG)), request(b"DEL", b"k"))
+        await client.expect(b"+OK\r\n:1\r\n")
+        await trio.testing.wait_all_tasks_blocked()
+        assert watched.alive == 0
+
+
+@pytest.mark.usefixtures("no_collector")
 async def test_a_cut_reader_of_stored_rows_gives_them_back_at_once() -> None:
     async with running_server(Config(max_bytes=64 * MIB)) as started, Client.of(started) as client:
         ledger = started.services.vstore.ledger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
+from pion.errors import ConnectionLostError
 from pion.net.memory import memory_pair
-from pion.net.sending import Sender
+from pion.net.sending import STREAMS_AHEAD, Sender, StreamLengthError
+from pion.replies import BrokenReplyError, Stream
 from tests.net.support import Rig, request
 
 MIB = 1 << 20
@@ -112,6 +115,105 @@ async def test_an_empty_stream_is_an_empty_bulk():
         client = rig.connect()
         await client.send(request(b"STREAM", b"0", b"0", b"1"), request(b"PING"))
         await client.expect(b"$0\r\n\r\n+PONG\r\n")
+
+
+class Ahead:
+    """Streams that count how many of them were made; one may fail."""
+
+    def __init__(self, sizes: list[int], fails: int = -1) -> None:
+        self.made = 0
+        self.told = 0
+        self.streams = [
+            Stream(size, (partial(self._make, index, size),), ahead=True) for index, size in enumerate(sizes)
+        ]
+        self.fails = fails
+
+    def _make(self, index: int, size: int) -> bytes:
+        if index == self.fails:
+            raise BrokenReplyError("damaged", self._tell)
+        self.made += 1
+        return bytes([index]) * size
+
+    def _tell(self) -> None:
+        self.told += 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_streams_that_are_made_ahead_come_in_their_places(seed):
+    """Whatever the system takes at a time; between buffers and streams that are made when they are due."""
+    rng = np.random.default_rng(seed)
+    ahead = Ahead([int(size) for size in rng.choice([0, 0, 1, 5000, 70_000], 12)])
+    parts, right = [], bytearray()
+    for index, stream in enumerate(ahead.streams):
+        for _ in range(rng.integers(0, 3)):
+            parts.append(bytes(rng.integers(0, 256, int(rng.choice([2, 6000])), np.uint8)))
+            right += parts[-1]
+        parts.append(stream)
+        right += bytes([index]) * stream.nbytes
+        if rng.integers(0, 3) == 0:
+            parts.append(Stream(9000, [lambda: b"x" * 4000, lambda: b"y" * 5000], in_thread=bool(rng.integers(0, 2))))
+            right += b"x" * 4000 + b"y" * 5000
+    transport = Recorder([None if size < 300 else int(size) for size in rng.integers(0, 20_000, 40)])
+    sender = Sender(transport)
+    await sender.send_parts(parts, len(right))
+    assert transport.data == right
+    assert ahead.made == 12
+    assert sender.unsent == 0
+    assert transport.bulk == [True, False]
+
+
+async def test_only_few_streams_are_made_ahead():
+    """A reader that takes nothing must not make the server read a whole prefix."""
+    ahead = Ahead([0] * 20)
+    parts = [part for stream in ahead.streams for part in (bytes(5000), stream)]
+    transport = Recorder([])
+    stuck = trio.Event()
+
+    async def wait_writable() -> None:
+        await stuck.wait()
+
+    transport.wait_writable = wait_writable
+    transport.sizes = [None]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Sender(transport).send_parts, parts, 100_000)
+        with trio.fail_after(10):
+            while ahead.made < STREAMS_AHEAD + 1:  # noqa: ASYNC110  what is waited for sets no event
+                await trio.sleep(0.001)
+        await trio.sleep(0.05)
+        assert ahead.made == STREAMS_AHEAD + 1
+        stuck.set()
+    assert transport.data == bytes(100_000)
+    assert ahead.made == 20
+
+
+@pytest.mark.parametrize("where", [0, 1, 7, 11])
+async def test_a_broken_reply_ends_the_connection_before_what_is_broken(where):
+    ahead = Ahead([0] * 12, fails=where)
+    parts = [part for index, stream in enumerate(ahead.streams) for part in (bytes([index]) * 5000, stream)]
+    transport = Recorder([])
+    with pytest.raises(ConnectionLostError, match="damaged"):
+        await Sender(transport).send_parts(parts, 60_000)
+    assert ahead.told == 1
+    right = b"".join(bytes([index]) * 5000 for index in range(where + 1))
+    assert right.startswith(transport.data)
+
+
+async def test_a_broken_stream_that_is_made_when_it_is_due_ends_the_connection():
+    told: list[str] = []
+
+    def make() -> bytes:
+        raise BrokenReplyError("damaged", lambda: told.append("once"))
+
+    for thread in (False, True):
+        with pytest.raises(ConnectionLostError, match="damaged"):
+            await Sender(Recorder([])).send_parts([Stream(5, [make], in_thread=thread)], 5)
+    assert told == ["once", "once"]
+
+
+async def test_a_stream_made_ahead_of_another_length_is_an_error():
+    stream = Stream(5, [lambda: b"1234"], ahead=True)
+    with pytest.raises(StreamLengthError, match="a stream of 5 bytes made 4"):
+        await Sender(Recorder([])).send_parts([b"$5\r\n", stream], 9)
 
 
 async def test_a_slow_reader_gets_one_whole_version_while_its_key_is_overwritten_and_dropped():

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from pion.errors import MisconfError
+from pion.net import connection
 from pion.net.table import Phase
 from pion.replies import OK, Reply
 from tests.net.support import Client, Rig, request
@@ -78,6 +79,12 @@ class AnnouncedWaiting(Waiting):
 
     def call_when_over(self, callback: Callable[[], None]) -> None:
         self._log.callbacks.append(callback)
+
+
+@pytest.fixture(autouse=True)
+def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn never ends: on a busy machine a command may take longer, and its reply is then waited for at once."""
+    monkeypatch.setattr(connection, "TURN_NS", 10**12)
 
 
 @pytest.fixture(params=[Log, AnnouncingLog])

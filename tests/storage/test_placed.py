@@ -330,10 +330,12 @@ def test_damaged_rows_are_found() -> None:
     (block,) = next(unit.all_layers()).blocks
     assert isinstance(block.memory, TierMemory)
     assert not block.memory.verify()
+    file.opened = opened(contents(layout))
+    assert not block.memory.verify(), "it belongs to what was opened when it was first looked at"
     file.opened = opened(contents(layout)[:-1])
     with pytest.raises(ValueError, match="buffer"):
         # An object of another size than it was written with is refused when it is opened.
-        block.memory.verify()
+        block.memory.anew().verify()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -11,14 +11,15 @@ import numpy.typing as npt
 import trio
 
 from pion.client import commands
+from pion.client.aio.attend import AttendMethods
 from pion.client.aio.lines import Lines
-from pion.client.commands import Request
 from pion.client.limits import MAX_REPLY_BYTES
 from pion.client.packing import Argument
 from pion.client.records import (
     Blocks,
     Done,
     Hashes,
+    LaneChoice,
     Layer,
     Match,
     Name,
@@ -30,12 +31,13 @@ from pion.client.records import (
     Stored,
     Wire,
 )
+from pion.client.requests import Call
 from pion.client.settings import Settings
 
 T = TypeVar("T")
 
 
-class PionClient:
+class PionClient(AttendMethods):
     """`pion.client.PionClient` for Trio, with the same arguments. Use it from one event loop; tasks may share it.
 
     Cancellation, for every method: a call that is cancelled while it waits for its turn has no effect. One that is
@@ -56,6 +58,7 @@ class PionClient:
         retries: int = 3,
         max_reply_bytes: int = MAX_REPLY_BYTES,
         receive_buffer_bytes: int | None = None,
+        lane: LaneChoice = "auto",
     ) -> None:
         self._settings = Settings(
             host=host,
@@ -68,6 +71,7 @@ class PionClient:
             retries=retries,
             max_reply_bytes=max_reply_bytes,
             receive_buffer_bytes=receive_buffer_bytes,
+            lane=lane,
         )
         self._lines = Lines(self._settings)
 
@@ -311,7 +315,7 @@ class PionClient:
         """KV.PREFIX.INFO as field -> text."""
         return await self._call(commands.prefix_info())
 
-    async def _call(self, request: Request[T]) -> T:
+    async def _call(self, request: Call[T]) -> T:
         return await self._lines.call(request)
 
     async def _scan(self, command: str, match: Name | None, count: int | None) -> AsyncIterator[bytes]:

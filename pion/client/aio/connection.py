@@ -6,10 +6,10 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import trio
 
-from pion.client.commands import Request, generic
 from pion.client.errors import (
     ConnectFailedError,
     ConnectionLostError,
@@ -17,44 +17,52 @@ from pion.client.errors import (
     ReplyTimeoutError,
 )
 from pion.client.exchange import Exchange
+from pion.client.lanes import Address, Lane, RespLane
 from pion.client.limits import READ_BYTES
-from pion.client.replies import ReplyReader
+from pion.client.requests import Call
 from pion.client.settings import Settings
 
 
 class Connection:
     """Made by `Connection.connect`. Its owner sees to it that one exchange runs at a time."""
 
-    def __init__(self, settings: Settings, sock: trio.socket.SocketType) -> None:
+    def __init__(self, settings: Settings, lane: Lane, sock: trio.socket.SocketType) -> None:
         self._settings = settings
+        self.lane = lane
         self._sock = sock
-        self._reader = ReplyReader(settings.max_reply_bytes)
+        self._reader = lane.reader
         self._header = memoryview(bytearray(READ_BYTES))
-        self._timeout_s: float | None = settings.timeout_s
+        self._timeout_s: float | None = lane.patience_s
         self._total = 0
         """Bytes moved so far, both ways."""
         self.open = True
 
     @classmethod
-    async def connect(cls, settings: Settings) -> Connection:
+    async def connect(cls, settings: Settings, lane: Lane | None = None) -> Connection:
         """Connect and greet. Cancellation: nothing stays open.
 
         Raises `ConnectFailedError`, or the server's error if it refuses the greeting (a wrong password).
         """
-        connection = cls(settings, await _connected_socket(settings))
+        lane = RespLane(settings) if lane is None else lane
+        connection = cls(settings, lane, await _connected_socket(settings, lane))
         try:
-            exchange = connection.exchange([generic(line) for line in settings.greeting()])
+            exchange = Exchange(lane.greeting(), lane.reader)
             try:
                 await connection.run(exchange)
             except ConnectionLostError:
                 # A server that refuses at the door says why, once, and closes.
-                settings.check_greeting(exchange.replies)
+                lane.check_greeting(exchange.replies)
                 raise
-            settings.check_greeting(exchange.replies)
+            lane.check_greeting(exchange.replies)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    @property
+    def peer(self) -> Address:
+        """Where the server is that answered."""
+        return int(self._sock.family), self._sock.getpeername()
 
     def close(self) -> None:
         """Close the socket at once."""
@@ -65,12 +73,10 @@ class Connection:
         """The server closed the connection, or sent something unasked, since the last exchange: nothing can be sent."""
         return self._sock.is_readable()
 
-    def exchange(
-        self, requests: Sequence[Request[object]], *, wait_s: float = 0.0, stop_at_error: bool = False
-    ) -> Exchange:
+    def exchange(self, requests: Sequence[Call[Any]], *, wait_s: float = 0.0, stop_at_error: bool = False) -> Exchange:
         """An exchange for `run`, with time for a server that may wait `wait_s` before it answers."""
         self._timeout_s = self._settings.patience_s(wait_s)
-        return Exchange(requests, self._reader, stop_at_error=stop_at_error)
+        return Exchange([*map(self.lane.form, requests)], self._reader, stop_at_error=stop_at_error)
 
     async def run(self, exchange: Exchange) -> list[object]:
         """Send and receive until all replies are there; returns them.
@@ -137,7 +143,7 @@ class Connection:
         else:
             n = await self._moved(partial(self._sock.recv_into, self._header[: reader.read_bytes]))
         if not n:
-            raise ConnectionLostError(f"{self._settings.where} closed the connection before the reply was complete")
+            raise ConnectionLostError(f"{self.lane.where} closed the connection before the reply was complete")
         if target is not None:
             reader.filled(n)
         else:
@@ -155,11 +161,11 @@ class Connection:
                 if self._total != before:
                     # A pipeline sends and receives at once: the other direction was busy.
                     continue
-                raise ReplyTimeoutError(f"{self._settings.where} was silent for {self._timeout_s} s") from error
+                raise ReplyTimeoutError(f"{self.lane.where} was silent for {self._timeout_s} s") from error
             except trio.ClosedResourceError as error:
                 raise ConnectionLostError("the client was closed by another task") from error
             except OSError as error:
-                raise ConnectionLostError(f"the connection to {self._settings.where} broke: {error}") from error
+                raise ConnectionLostError(f"the connection to {self.lane.where} broke: {error}") from error
             self._total += n
             return n
 
@@ -171,12 +177,14 @@ class Connection:
                 await self._receive(exchange)
 
 
-async def _connected_socket(settings: Settings) -> trio.socket.SocketType:
+async def _connected_socket(settings: Settings, lane: Lane) -> trio.socket.SocketType:
     failure: BaseException | None = None
     addresses: list[tuple[int, int, int, object]] = []
-    patience_s = float("inf") if settings.timeout_s is None else settings.timeout_s
+    patience_s = float("inf") if lane.patience_s is None else lane.patience_s
     try:
-        if settings.unix is not None:
+        if lane.address is not None:
+            addresses.append((lane.address[0], socket.SOCK_STREAM, 0, lane.address[1]))
+        elif settings.unix is not None:
             addresses.append((socket.AF_UNIX, socket.SOCK_STREAM, 0, settings.unix))
         else:
             with trio.fail_after(patience_s):
@@ -202,4 +210,4 @@ async def _connected_socket(settings: Settings) -> trio.socket.SocketType:
             raise
         else:
             return sock
-    raise ConnectFailedError(f"no Pion server at {settings.where}: {failure}") from failure
+    raise ConnectFailedError(f"no Pion server at {lane.where}: {failure}") from failure

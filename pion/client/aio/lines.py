@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import trio
 
 from pion.client.aio.connection import Connection
-from pion.client.commands import Request
-from pion.client.errors import ServerError, TransportError
+from pion.client.commands import info
+from pion.client.errors import BusyError, PionClientError, ServerError, TransportError
+from pion.client.lanes import BinaryLane, beside, binary_port
 from pion.client.limits import MAX_SPARE_CONNECTIONS
 from pion.client.policy import (
     converted,
     leaves_half_a_prefix,
+    no_binary_lane,
     outcome_unknown,
     pause_before_connecting,
     pause_before_repeating,
     stored,
 )
 from pion.client.records import Registered, Stored
+from pion.client.requests import Call, Either, Request
 from pion.client.settings import Settings
 
 T = TypeVar("T")
@@ -35,24 +38,34 @@ class Lines:
         self._settings = settings
         self._lock = trio.Lock()
         self._main: Connection | None = None
+        self._claimed_by: Connection | None = None
+        """The main line on which a prefix was claimed that this client fills with calls of its own."""
+        self._binary: Connection | None = None
+        self._without: Connection | None = None
+        """The main line that was asked for the binary lane, and there was none."""
         self._spare: list[Connection] = []
         self._closings = 0
         """Calls of `close`: a connection from before one is not kept after it."""
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Close all idle connections and the main one; a call that uses it raises `ConnectionLostError`."""
+        """Close all connections but those apart; a call that uses one raises `ConnectionLostError`."""
         self._closings += 1
-        for connection in (self._main, *self._spare):
+        for connection in (self._main, self._binary, *self._spare):
             if connection is not None:
                 connection.close()
-        self._main = None
+        self._main = self._binary = self._claimed_by = self._without = None
         self._spare.clear()
 
-    async def call(self, request: Request[T]) -> T:
-        """One request on the main line. Raises the server's error as it is."""
+    async def call(self, request: Call[T]) -> T:
+        """One request, on the lane that serves it best. Raises the server's error as it is."""
         async with self._lock:
-            return await self._retried(request, self._connected)
+            if isinstance(request, Either):
+                return await self._on_either(request)
+            answer = await self._retried(request, self._connected)
+            if request.claims and answer is Registered.OK:
+                self._claimed_by = self._main
+            return answer
 
     async def call_apart(self, request: Request[T]) -> T:
         """One request on a connection of its own, which others need not wait for."""
@@ -98,7 +111,7 @@ class Lines:
             if answer is not Registered.OK or connection is None or not stores:
                 return Stored.STORED if answer is Registered.OK else Stored(answer.value)
             # The declared prefix belongs to this connection, so there is no second try on another one.
-            exchange = connection.exchange(cast("Sequence[Request[object]]", stores), stop_at_error=True)
+            exchange = connection.exchange(stores, stop_at_error=True)
             try:
                 return stored(stores, await connection.run(exchange))
             except TransportError as error:
@@ -129,6 +142,47 @@ class Lines:
         self._main = await Connection.connect(self._settings)
         return self._main
 
+    async def _on_either(self, request: Either[T]) -> T:
+        ours = self._claimed_by is not None and self._claimed_by is self._main and self._claimed_by.open
+        if not self._settings.only_resp and not (request.owned and ours):
+            try:
+                return await self._retried(request, self._quickest)
+            except BusyError:
+                # A pending prefix: nothing was done, and it may be the main line's own.
+                if not request.owned:
+                    raise
+        return await self._retried(request, self._connected)
+
+    async def _quickest(self) -> Connection:
+        """The binary connection if there is one, else the main line."""
+        self._check_process()
+        connection = self._binary
+        if connection is not None and connection.open and not connection.stale():
+            return connection
+        if connection is not None:
+            connection.close()
+            self._binary = self._without = None
+        main = await self._connected()
+        if main is self._without:
+            return main
+        try:
+            self._binary = await self._beside(main)
+        except PionClientError:
+            if self._settings.lane == "binary" or not main.open:
+                raise
+            self._without = main
+            return main
+        return self._binary
+
+    async def _beside(self, main: Connection) -> Connection:
+        """Connect to the binary lane of the server that the main line talks to."""
+        question = info("server")
+        reply = (await main.run(main.exchange([question])))[0]
+        port = binary_port(converted(question, reply), main.peer)
+        if port is None:
+            raise no_binary_lane(self._settings)
+        return await Connection.connect(self._settings, BinaryLane(self._settings, beside(main.peer, port)))
+
     async def _first(self, connected: Callable[[], Awaitable[Connection]]) -> Connection:
         attempt = 0
         while True:
@@ -139,15 +193,15 @@ class Lines:
             await trio.sleep(pause_s)
             attempt += 1
 
-    async def _retried(self, request: Request[T], connected: Callable[[], Awaitable[Connection]]) -> T:
+    async def _retried(self, request: Call[T], connected: Callable[[], Awaitable[Connection]]) -> T:
         attempt = 0
         while True:
             connection = await self._first(connected)
             try:
-                exchange = connection.exchange([cast("Request[object]", request)], wait_s=request.wait_s)
+                exchange = connection.exchange([request], wait_s=request.wait_s)
                 return converted(request, (await connection.run(exchange))[0])
             except TransportError as error:
                 connection.close()
-                pause_s = pause_before_repeating(cast("Request[object]", request), error, attempt, self._settings)
+                pause_s = pause_before_repeating(request, error, attempt, self._settings)
             await trio.sleep(pause_s)
             attempt += 1

@@ -1,4 +1,4 @@
-"""An example plugin: commands, a background service, an INFO section, its own state, durable state, and a tier.
+"""An example plugin: commands on both lanes, a background service, an INFO section, state, durable state, and a tier.
 
 Everything here goes through the public API (`import pion`). Handlers first, the table of commands after them, the hooks
 last; that is the order of Pion's own families too.
@@ -185,6 +185,33 @@ COMMANDS = (
 )
 
 
+# The binary lane: the same operation, for clients that count in microseconds. A handler there gets the request's meta
+# unpacked, in the order of the row's fields, and the body; it returns a status, meta and a body.
+
+
+async def packed_note(context: pion.Context, values: tuple[bytes], body: pion.Buffer) -> pion.BinaryReply:
+    """Write a note whose text is the body.
+
+    Cancellation: as EXAMPLE.NOTE.
+    """
+    await note(context, [b"EXAMPLE.NOTE", values[0], body])
+    return pion.BinaryReply()
+
+
+async def packed_noted(context: pion.Context, values: tuple[bytes], body: pion.Buffer) -> pion.BinaryReply:
+    """Read a note."""
+    text = state_of(context.services).notes.texts.get(values[0])
+    return pion.BinaryReply(pion.Status.MISS) if text is None else pion.BinaryReply(body=text)
+
+
+_NAME = pion.Field("name", pion.FieldKind.NAME)
+
+BINARY = (
+    pion.BinaryCommand(code=0xE0, command="EXAMPLE.NOTE", handler=packed_note, meta=(_NAME,), body="the note's text"),
+    pion.BinaryCommand(code=0xE1, command="EXAMPLE.NOTED", handler=packed_noted, meta=(_NAME,), reply="body: the text"),
+)
+
+
 # Hooks
 
 
@@ -192,6 +219,12 @@ COMMANDS = (
 def register_commands(config: pion.Config) -> Sequence[pion.Command]:
     """The rows above."""
     return COMMANDS
+
+
+@pion.hookimpl
+def register_binary(config: pion.Config) -> Sequence[pion.BinaryCommand]:
+    """Two of them on the binary lane, too. Codes from 0xE0 on are for plugins."""
+    return BINARY
 
 
 @pion.hookimpl

@@ -80,6 +80,13 @@ async def test_notes_without_a_directory(harness: Harness) -> None:
     assert await harness.call("EXAMPLE.NOTED", "a") == b"second"
     assert await harness.call("EXAMPLE.NOTE", "a", "") == pion.OK
     assert await harness.call("EXAMPLE.NOTED", "a") is None
+    # The same on the binary lane.
+    assert await harness.call_binary(0xE1, b"a") == pion.BinaryReply(pion.Status.MISS)
+    assert await harness.call_binary(0xE0, b"a", body=b"packed") == pion.BinaryReply()
+    assert await harness.call_binary(0xE1, b"a") == pion.BinaryReply(body=b"packed")
+    assert await harness.call("EXAMPLE.NOTED", "a") == b"packed"
+    assert await harness.call_binary(0xE0, b"a") == pion.BinaryReply()
+    assert await harness.call("EXAMPLE.NOTED", "a") is None
 
 
 async def test_notes_are_bounded(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

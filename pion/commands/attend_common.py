@@ -1,0 +1,277 @@
+"""What the commands of the ATTEND family share: the table of layers, the compute worker, and how a query is answered.
+
+A query takes the layer it needs from the table on the event loop and is computed on the worker's thread. What it took
+is immutable, so a session may be dropped, replaced or demoted meanwhile: the query is answered for the rows that were
+there when it came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
+
+import attrs
+import numpy as np
+import trio
+
+from pion.args import MAX_ID, name
+from pion.command import Arg, ArgType, KeySpec
+from pion.commands.attend_arguments import check_head_dim
+from pion.commands.vstore_common import within
+from pion.compute.attention import Attended, Backend, Query, Resident, Suffix
+from pion.compute.backends import make_backend
+from pion.compute.slots import Cold, Limits, Slots, State
+from pion.compute.worker import ComputeError, ComputeWorker
+from pion.config import ATTEND_SCORE_BYTES, INLINE_ARG_BYTES
+from pion.context import Context, Services
+from pion.errors import ColdMissError, CommandError, OutOfMemoryError, StartupError
+from pion.replies import Blob
+from pion.storage.changes import Reason
+from pion.storage.unit import Unit
+
+PLUGIN: Final = "attend"
+
+logger = logging.getLogger("pion.attend")
+
+NOT_FOUND: Final = "session not found"
+"""The whole text of the error for a layer that is missing: clients compare it."""
+
+INSTALL: Final = "pip install -e 'pion-vllm-mlx/[mlx]'"
+
+SID: Final = Arg(name="sid", type=ArgType.KEY, summary="session id, 1 B to 4 KiB of any bytes")
+LAYER: Final = Arg(name="layer", type=ArgType.INTEGER, summary="layer id, from 0")
+KEYS: Final = KeySpec(1, 1, 1, "attend")
+
+
+@attrs.define(eq=False)
+class Warming:
+    """A KV.PREFIX.WARM that is under way."""
+
+    unit: Unit
+    heads: int
+    head_dim: int
+    sid: bytes
+    done: trio.Event = attrs.field(factory=trio.Event)
+    answer: tuple[int, int] | None = None
+    """Layers loaded and skipped; None while it is under way, and if it failed or was cancelled."""
+    dropped: bool = False
+    """The session or the prefix was dropped meanwhile: nothing more may be loaded."""
+
+
+@attrs.define(eq=False)
+class Attention:
+    """The plugin's state: kept in `services.state`, used on the event loop only."""
+
+    services: Services
+    slots: Slots
+    worker: ComputeWorker
+    converting: trio.Lock = attrs.field(factory=trio.Lock)
+    """Held while one layer is converted and loaded, so that several WARM need the memory of one layer."""
+    warming: list[Warming] = attrs.field(factory=list)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value on the device."""
+        return 2 if self.services.config.metal_attention_fp16 else 4
+
+    @property
+    def precision(self) -> str:
+        """What is computed in."""
+        return "fp16" if self.services.config.metal_attention_fp16 else "fp32"
+
+    async def prepare(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """A service that has the backend made before the server listens, if the operator asked for it.
+
+        Raises StartupError if it can't be made. Cancellation: it is made all the same.
+        """
+        config = self.services.config
+        if config.metal_attention or config.metal_attention_fp16:
+            try:
+                backend = await self.worker.prepare()
+            except ComputeError as error:
+                flag = "--metal-attention-fp16" if config.metal_attention_fp16 else "--metal-attention"
+                raise StartupError(f"{flag}: {error}") from error
+            logger.info("attention is ready: %s", backend.device)
+        task_status.started()
+
+    def drop(self, sid: bytes, layer: int | None = None) -> int:
+        """Forget a session or one layer of it, and stop a WARM of it; returns how many layers there were."""
+        for each in self.warming:
+            each.dropped |= each.sid == sid
+        return self.slots.drop(sid, layer)
+
+    def prefix_dropped(self, ns: bytes, reason: Reason) -> None:
+        """What was made ready from a prefix goes when a client drops it or its time is over.
+
+        It stays when the prefix made room for another one: it can still be asked.
+        """
+        if reason in (Reason.COMMAND, Reason.EXPIRED):
+            for each in self.warming:
+                each.dropped |= each.unit.name == ns
+            self.slots.drop_source(ns)
+
+
+def make_attention(services: Services) -> Attention:
+    """The state of one server; imports nothing that computes yet."""
+
+    def limits() -> Limits:
+        config = services.config
+        return Limits(config.attend_slots, config.attend_cold, config.attend_bytes)
+
+    found = make_backend
+
+    def make() -> Backend:
+        try:
+            return found(fp16=services.config.metal_attention_fp16)
+        except ImportError as error:
+            raise ComputeError(f"{error}; to install it: {INSTALL}") from error
+
+    return Attention(services, Slots(limits), ComputeWorker(make, queue=services.config.attend_queue))
+
+
+def attention(context: Context) -> Attention:
+    """The state of the server that a command runs in."""
+    found: Attention = context.services.state[PLUGIN]
+    return found
+
+
+def check_place(context: Context, sid: bytes, layer: int) -> None:
+    """Session id and layer of a binary request, as the RESP lane has checked them. Raises CommandError."""
+    name(sid, "sid")
+    within(layer, "layer", 0, context.services.config.max_layers - 1)
+
+
+def check_shape(heads: int, head_dim: int, heads_name: str = "H") -> None:
+    """H and D. Raises CommandError."""
+    within(heads, heads_name, 1, MAX_ID)
+    check_head_dim(head_dim)
+
+
+def find(context: Context, sid: bytes, layer: int) -> Resident:
+    """The layer that a query needs, which counts as a use. Raises ColdMissError, or CommandError if it is missing."""
+    slots = attention(context).slots
+    slots.trim()
+    found = slots.find(sid, layer, None if context.session.no_touch else context.services.clock.monotonic_s())
+    if found is None:
+        raise CommandError(NOT_FOUND)
+    if isinstance(found, Cold):
+        raise ColdMissError(f"layer {layer} is cold, use KV.PREFIX.WARM and ask again")
+    return found
+
+
+def check_fits(resident: Resident, kv_heads: int, head_dim: int, heads_name: str = "H") -> None:
+    """What was asked about must be what is stored. Raises CommandError."""
+    if resident.heads != kv_heads:
+        raise CommandError(f"{heads_name} must be {resident.heads}, the heads stored, got {kv_heads}")
+    if resident.head_dim != head_dim:
+        raise CommandError(f"D must be {resident.head_dim}, the width stored, got {head_dim}")
+
+
+async def answer(context: Context, resident: Resident, query: Query) -> bytes | Blob:
+    """What a query is answered with: output `[H, M, D]`, and behind it the LSE `[H, M]` if it is wanted; fp32.
+
+    Many queries at once are computed in parts, so the scores take bounded memory and others get their turn between.
+    Raises CommandError. Cancellation: a part that is being computed is finished and thrown away.
+    """
+    worker = attention(context).worker
+    parts = [await _computed(worker.attend, resident, part) for part in _parts(query, resident.rows)]
+    outputs = [part.output for part in parts]
+    found = [outputs[0] if len(parts) == 1 else np.concatenate(outputs, axis=1)]
+    if query.want_lse:
+        sums = [part.lse for part in parts]
+        found.append(sums[0] if len(parts) == 1 else np.concatenate(sums, axis=1))
+    nbytes = sum(each.nbytes for each in found)
+    if nbytes <= INLINE_ARG_BYTES:
+        return b"".join(each.tobytes() for each in found)
+    views = [np.ascontiguousarray(each).reshape(-1).view(np.uint8).data.toreadonly() for each in found]
+    return Blob(views, nbytes)
+
+
+async def _computed(
+    attend: Callable[[Resident, Query], Awaitable[Attended]], resident: Resident, query: Query
+) -> Attended:
+    try:
+        return await attend(resident, query)
+    except MemoryError as error:
+        raise OutOfMemoryError("the compute device has no memory for this query now") from error
+
+
+async def load(context: Context, function: Callable[[Backend], Resident]) -> Resident:
+    """Load something onto the compute device. Raises CommandError. Cancellation: it is loaded and let go again."""
+    try:
+        return await attention(context).worker.call(function)
+    except MemoryError as error:
+        raise OutOfMemoryError("the compute device has no memory for this layer now") from error
+
+
+def _parts(query: Query, rows: int) -> Iterator[Query]:
+    """The query in parts of so many queries that their scores stay below `ATTEND_SCORE_BYTES`, or of one."""
+    heads, count, _ = query.q.shape
+    behind = query.suffix
+    length = behind.keys.shape[1] if behind is not None else 0
+    most = max(1, ATTEND_SCORE_BYTES // (4 * heads * (rows + length)))
+    if count <= most:
+        yield query
+        return
+    for first in range(0, count, most):
+        last = min(count, first + most)
+        seen = behind
+        if behind is not None:
+            # The last query of the part sees so many suffix rows; those behind them are nobody's in it.
+            end = max(0, length - count + last)
+            seen = Suffix(_head(behind.keys, end), _head(behind.values, end))
+        yield attrs.evolve(query, q=np.ascontiguousarray(query.q[:, first:last]), suffix=seen)
+
+
+def _head(rows: np.ndarray, end: int) -> np.ndarray:
+    return np.ascontiguousarray(rows[:, :end])
+
+
+def state_of(context: Context, sid: bytes, layer: int) -> State:
+    """Where a layer is; not a use of it. Raises CommandError for a bad argument."""
+    check_place(context, sid, layer)
+    slots = attention(context).slots
+    slots.trim()
+    return slots.state(sid, layer)
+
+
+def device_text(state: Attention) -> str:
+    """What computes, for the banner."""
+    backend = state.worker.backend
+    return backend.device if backend is not None else f"{state.precision}, prepared at its first use"
+
+
+def rows_of_info(state: Attention) -> list[tuple[str, object]]:
+    """What ATTEND.INFO and INFO show."""
+    state.slots.trim()
+    config, worker, slots = state.services.config, state.worker, state.slots.statistics()
+    backend = worker.backend
+    return [
+        ("device", backend.device if backend is not None else "not used yet"),
+        ("precision", state.precision),
+        ("warm", slots.warm),
+        ("cold", slots.cold),
+        ("bytes", slots.nbytes),
+        ("max_bytes", config.attend_bytes),
+        ("slots", config.attend_slots),
+        ("cold_slots", config.attend_cold),
+        ("demotions", slots.demotions),
+        ("rehydrates", slots.rehydrates),
+        ("queries", worker.queries),
+        ("batches", worker.batches),
+        ("waiting", worker.waiting),
+        ("compute_us", worker.compute_ns // 1000),
+    ]
+
+
+def prefix_rows(state: Attention) -> list[tuple[str, object]]:
+    """What KV.PREFIX.INFO shows of this family."""
+    state.slots.trim()
+    slots = state.slots.statistics()
+    return [
+        ("sdpa_warm", slots.warm),
+        ("sdpa_cold", slots.cold),
+        ("sdpa_demotions", slots.demotions),
+        ("sdpa_rehydrates", slots.rehydrates),
+    ]

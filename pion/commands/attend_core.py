@@ -1,0 +1,176 @@
+"""The ATTEND forms with typed arguments: what the handlers of the RESP lane and of the binary lane both call.
+
+Numbers come checked as integers, blobs as they were received. Each form checks what it was given, then what is stored,
+then computes. All raise CommandError naming the argument; ColdMissError if the layer is COLD. Cancellation, of all of
+them: a table that was to be changed is not changed, and what is being computed is finished and thrown away.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pion.args import MAX_ID
+from pion.commands import attend_arguments as arguments
+from pion.commands.attend_common import answer, attention, check_fits, check_place, check_shape, find, load
+from pion.commands.vstore_common import within
+from pion.compute.attention import Blocks, Floats, Indices, Query
+from pion.config import CONVERT_IN_THREAD_BYTES
+from pion.context import Context
+from pion.replies import Blob, Buffer
+
+Answer = bytes | Blob
+"""Output fp32, and the LSE behind it where the form has one."""
+
+
+async def store(
+    context: Context, sid: bytes, layer: int, heads: int, rows: int, head_dim: int, keys: Buffer, values: Buffer
+) -> None:
+    """ATTEND.PREFIX.STORE: make K and V `[H, N, D]` ready, in place of what the layer had.
+
+    Raises OutOfMemoryError if they are larger than `--attend-bytes`; nothing changed then.
+    """
+    check_place(context, sid, layer)
+    check_shape(heads, head_dim)
+    within(rows, "N", 1, MAX_ID)
+    sizes = heads, rows, head_dim
+    k, v = (arguments.floats(keys, "K", "H x N x D", *sizes), arguments.floats(values, "V", "H x N x D", *sizes))
+    state = attention(context)
+    # Before it is copied to the device; the exact size is known behind that.
+    state.slots.check_room(2 * k.size * state.value_bytes)
+    resident = await load(context, lambda backend: backend.load(k, v))
+    state.slots.put(sid, layer, resident, context.services.clock.monotonic_s())
+
+
+async def query(
+    context: Context, sid: bytes, layer: int, heads: int, head_dim: int, top_k: int, window: int, q: Buffer
+) -> Answer:
+    """ATTEND.PREFIX.QUERY."""
+    check_place(context, sid, layer)
+    check_shape(heads, head_dim)
+    asked = arguments.queries(q, heads, head_dim)
+    resident = find(context, sid, layer)
+    check_fits(resident, heads, head_dim)
+    window = _window(window, resident.rows)
+    return await answer(context, resident, _query(asked, top_k, window, resident.rows))
+
+
+async def query_fused(
+    context: Context,
+    sid: bytes,
+    layer: int,
+    heads: int,
+    head_dim: int,
+    suffix_rows: int,
+    kv_heads: int,
+    window: int,
+    q: Buffer,
+    keys: Buffer,
+    values: Buffer,
+    head_map: Buffer,
+) -> Answer:
+    """ATTEND.PREFIX.QUERY_FUSED."""
+    check_place(context, sid, layer)
+    check_shape(heads, head_dim, "H_q")
+    within(kv_heads, "H_kv", 1, MAX_ID)
+    asked = arguments.queries(q, heads, head_dim, "H_q")
+    suffix = arguments.suffix(keys, values, kv_heads, suffix_rows, head_dim)
+    mapped = _head_map(head_map, heads, kv_heads)
+    resident = find(context, sid, layer)
+    check_fits(resident, kv_heads, head_dim, "H_kv")
+    window = _window(window, resident.rows)
+    return await answer(
+        context, resident, Query(q=asked, head_map=mapped, window=window, suffix=suffix, want_lse=False)
+    )
+
+
+async def query_sparse(
+    context: Context,
+    sid: bytes,
+    layer: int,
+    heads: int,
+    head_dim: int,
+    most: int,
+    window: int,
+    q: Buffer,
+    indices: Buffer,
+    counts: Buffer,
+) -> Answer:
+    """ATTEND.PREFIX.QUERY_SPARSE."""
+    check_place(context, sid, layer)
+    check_shape(heads, head_dim)
+    within(most, "K_sparse_max", 1, MAX_ID)
+    asked = arguments.floats(q, "Q", "H x D", heads, head_dim).reshape(heads, 1, head_dim)
+    named = arguments.indices(indices, heads, most)
+    used = arguments.counts(counts, heads, most)
+    resident = find(context, sid, layer)
+    check_fits(resident, heads, head_dim)
+    if named.nbytes + heads * resident.rows > CONVERT_IN_THREAD_BYTES:
+        chosen = await context.in_thread(arguments.chosen, named, used, resident.rows, window)
+    else:
+        chosen = arguments.chosen(named, used, resident.rows, window)
+    # Rows outside the window are left out already.
+    return await answer(context, resident, Query(q=asked, sparse=chosen, want_lse=False))
+
+
+async def query_sparse_auto(
+    context: Context,
+    sid: bytes,
+    layer: int,
+    heads: int,
+    head_dim: int,
+    block: int,
+    top: int,
+    kv_heads: int,
+    window: int,
+    q: Buffer,
+    head_map: Buffer,
+    suffix: tuple[int, Buffer, Buffer] | None = None,
+) -> Answer:
+    """ATTEND.PREFIX.QUERY_SPARSE_AUTO; with `suffix`, its rows and blobs, ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED."""
+    check_place(context, sid, layer)
+    check_shape(heads, head_dim, "H_q")
+    within(block, "B", 1, MAX_ID)
+    within(top, "K_top", 1, MAX_ID)
+    within(kv_heads, "H_kv", 1, MAX_ID)
+    asked = arguments.floats(q, "Q", "H_q x D", heads, head_dim).reshape(heads, 1, head_dim)
+    behind = None
+    if suffix is not None:
+        rows, keys, values = suffix
+        behind = arguments.suffix(keys, values, kv_heads, rows, head_dim)
+    mapped = _head_map(head_map, heads, kv_heads)
+    resident = find(context, sid, layer)
+    check_fits(resident, kv_heads, head_dim, "H_kv")
+    arguments.check_blocks(resident.rows, window, block, top)
+    window = _window(window, resident.rows)
+    blocks = Blocks(rows=block, top=top)
+    return await answer(
+        context, resident, Query(q=asked, head_map=mapped, window=window, suffix=behind, sparse=blocks, want_lse=False)
+    )
+
+
+async def query_batch(
+    context: Context, heads: int, rows: int, head_dim: int, top_k: int, q: Buffer, keys: Buffer, values: Buffer
+) -> Answer:
+    """ATTEND.QUERYBATCH: K and V are used once and not kept."""
+    check_shape(heads, head_dim)
+    within(rows, "N", 1, MAX_ID)
+    asked = arguments.queries(q, heads, head_dim)
+    sizes = heads, rows, head_dim
+    k, v = (arguments.floats(keys, "K", "H x N x D", *sizes), arguments.floats(values, "V", "H x N x D", *sizes))
+    resident = await load(context, lambda backend: backend.load(k, v))
+    return await answer(context, resident, _query(asked, top_k, 0, rows))
+
+
+def _query(asked: Floats, top_k: int, window: int, rows: int) -> Query:
+    """Queries that mean the same are written the same, so that they are answered together."""
+    visible = window or rows
+    return Query(q=asked, top_k=0 if top_k >= visible else top_k, window=window, want_lse=asked.shape[1] > 1)
+
+
+def _head_map(blob: Buffer, heads: int, kv_heads: int) -> Indices | None:
+    found = arguments.head_map(blob, heads, kv_heads)
+    return None if heads == kv_heads and bool((found == np.arange(heads)).all()) else found
+
+
+def _window(window: int, rows: int) -> int:
+    return 0 if window >= rows else window

@@ -1,0 +1,253 @@
+"""The one thread that computes, and the bounded queue in front of it.
+
+How it works. The event loop appends jobs to a queue and wakes the thread if it sleeps. The thread takes the first job,
+and with a query all other queries that wait for the same layer, and answers them with one call of the backend. When it
+is done it has one function run on the event loop, which wakes everyone whose answer is there. That is one hop each way,
+for as many queries as came together. Nothing that blocks happens on the event loop: the lock between the two is held
+only to move jobs.
+
+The thread is our own because MLX ties arrays under construction to the thread that makes them, while Trio's threads
+come and go. It is a daemon: a computation that doesn't end can't keep the process alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import attrs
+import trio
+
+from pion.compute.attention import Attended, Backend, Query, Resident
+from pion.errors import CommandError
+
+logger = logging.getLogger("pion.compute")
+
+T = TypeVar("T")
+
+CLOSE_DEADLINE_S: Final = 5.0
+"""How long the end of the server waits for what is being computed, which can't be interrupted."""
+
+
+class ComputeError(CommandError):
+    """Attention can't be computed here; the text says what is missing."""
+
+
+@attrs.define(eq=False)
+class _Job:
+    """A query, or a function. `task` is who waits; None once nobody does."""
+
+    resident: Resident | None = None
+    query: Query | None = None
+    function: Callable[[Backend], Any] | None = None
+    task: trio.lowlevel.Task | None = None
+    answer: Any = None
+    error: BaseException | None = None
+
+
+class ComputeWorker:
+    """Answers queries on a thread of its own. `make` makes the backend there, when it is first needed.
+
+    `queue` queries and functions at most wait or are computed; the next ones wait before they are queued.
+    """
+
+    def __init__(self, make: Callable[[], Backend], *, queue: int) -> None:
+        self._make = make
+        self._room = trio.Semaphore(queue, max_value=queue)
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self._computing: Sequence[_Job] = ()
+        self._open = False
+        self._sleeping = False
+        self._wake = threading.Lock()
+        """Held but for the moment between waking the thread and its running."""
+        self._wake.acquire()
+        self._ended = trio.Event()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self.backend: Backend | None = None
+        """None until the first job."""
+        self.queries = 0
+        """Queries answered, failed ones included."""
+        self.batches = 0
+        """Calls of the backend that answered them."""
+        self.compute_ns = 0
+        """Time of these calls."""
+
+    @property
+    def waiting(self) -> int:
+        """Queries and functions that are queued and not begun."""
+        return len(self._jobs)
+
+    # On the event loop.
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The service: one thread, until cancelled. To be run once.
+
+        Cancellation: whoever waits gets a ComputeError; what is being computed is waited for, shielded and with a
+        deadline, and abandoned after that.
+        """
+        self._token = trio.lowlevel.current_trio_token()
+        self._open = True
+        threading.Thread(target=self._compute, name="pion-compute", daemon=True).start()
+        try:
+            task_status.started()
+            await trio.sleep_forever()
+        finally:
+            with self._lock:
+                self._open = False
+                jobs = list(self._jobs)
+                self._jobs.clear()
+                wake, self._sleeping = self._sleeping, False
+            if wake:
+                self._wake.release()
+            self._refuse(jobs)
+            with trio.move_on_after(CLOSE_DEADLINE_S, shield=True) as scope:
+                await self._ended.wait()
+            if scope.cancelled_caught:
+                logger.warning("a computation did not end within %g s and was abandoned", CLOSE_DEADLINE_S)
+                self._refuse(self._computing)
+
+    async def prepare(self) -> Backend:
+        """Make the backend, if it isn't there. Raises ComputeError, which says what is missing; later calls try again.
+
+        Cancellation: it is made all the same.
+        """
+        return self.backend if self.backend is not None else await self.call(lambda backend: backend)
+
+    async def attend(self, resident: Resident, query: Query) -> Attended:
+        """Answer a query; those that wait for the same resident are answered together.
+
+        Raises ComputeError and MemoryError. Cancellation: a query that waits is taken out of the queue; one that is
+        being computed is finished and its answer dropped.
+        """
+        answer: Attended = await self._ask(_Job(resident=resident, query=query))
+        return answer
+
+    async def call(self, function: Callable[[Backend], T]) -> T:
+        """Anything else on the thread, in its turn. What it raises is raised here.
+
+        Cancellation: as for a query.
+        """
+        answer: T = await self._ask(_Job(function=function))
+        return answer
+
+    async def _ask(self, job: _Job) -> Any:
+        try:
+            self._room.acquire_nowait()  # without a checkpoint: waiting for the answer is one
+        except trio.WouldBlock:
+            await self._room.acquire()
+        try:
+            job.task = trio.lowlevel.current_task()
+            with self._lock:
+                if not self._open:
+                    raise ComputeError("attention is not available: the server is starting or stopping")
+                self._jobs.append(job)
+                wake, self._sleeping = self._sleeping, False
+            if wake:
+                self._wake.release()
+            await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: self._give_up(job))
+        finally:
+            self._room.release()
+        if job.error is not None:
+            raise job.error
+        return job.answer
+
+    def _give_up(self, job: _Job) -> trio.lowlevel.Abort:
+        job.task = None
+        with self._lock:
+            if job in self._jobs:  # by identity
+                self._jobs.remove(job)
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def _deliver(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            task, job.task = job.task, None
+            if task is not None:
+                trio.lowlevel.reschedule(task)
+
+    def _refuse(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            job.error = ComputeError("attention is not available: the server is stopping")
+        self._deliver(jobs)
+
+    # On the thread.
+
+    def _compute(self) -> None:
+        while (jobs := self._next()) is not None:
+            self._answer(jobs)
+            if not self._on_loop(self._deliver, jobs):
+                return
+            del jobs  # what was answered must not be kept until the next job comes
+        self._on_loop(self._ended.set)
+
+    def _next(self) -> list[_Job] | None:
+        """Wait for the first job, and take what can be answered with it. None: it is over."""
+        while True:
+            with self._lock:
+                self._computing = ()
+                if self._jobs:
+                    self._computing = jobs = self._take()
+                    return jobs
+                if not self._open:
+                    return None
+                self._sleeping = True
+            self._wake.acquire()
+
+    def _take(self) -> list[_Job]:
+        first = self._jobs.popleft()
+        resident = first.resident
+        if resident is None:
+            return [first]
+        batch = [first, *(job for job in self._jobs if job.resident is resident)]
+        if len(batch) > 1:  # layers don't change, so a query may pass functions that were called before it
+            self._jobs = deque(job for job in self._jobs if job.resident is not resident)
+        return batch
+
+    def _answer(self, jobs: list[_Job]) -> None:
+        try:
+            backend = self.backend
+            if backend is None:
+                backend = self.backend = self._make()
+        except Exception as error:  # a library may be missing, or fail in any way of its own
+            logger.warning("attention can't be computed: %r", error)
+            for job in jobs:
+                job.error = ComputeError(f"attention can't be computed here: {error}")
+            return
+        start = time.perf_counter_ns()
+        _work(backend, jobs)
+        if jobs[0].query is not None:
+            self.compute_ns += time.perf_counter_ns() - start
+            self.queries += len(jobs)
+            self.batches += 1
+
+    def _on_loop(self, function: Callable[..., object], *args: object) -> bool:
+        """Have it called on the event loop; False if that is over."""
+        assert self._token is not None  # noqa: S101
+        try:
+            self._token.run_sync_soon(function, *args)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+
+def _work(backend: Backend, jobs: list[_Job]) -> None:
+    """Compute the answers. What fails together is tried one by one, so that one job can't fail another."""
+    first = jobs[0]
+    try:
+        if first.function is not None:
+            first.answer = first.function(backend)
+            return
+        queries = [job.query for job in jobs if job.query is not None]
+        assert first.resident is not None  # noqa: S101
+        for job, answer in zip(jobs, backend.attend(first.resident, queries), strict=True):
+            job.answer = answer
+    except BaseException as error:
+        if len(jobs) == 1:
+            first.error = error
+            return
+        for job in jobs:
+            _work(backend, [job])
