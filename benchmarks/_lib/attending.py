@@ -120,9 +120,8 @@ class _Reader:
             return lambda: runs[name].append(self._run(name, makes[name], count))
 
         first_rounds, rounds = self._job.rounds[str(length)]
-        if first_rounds:
-            interleave({name: arm(name, 1) for name in makes}, first_rounds)
-            runs = {name: found[1:] for name, found in runs.items()}  # the first round is interleave's warm-up
+        interleave({name: arm(name, 1) for name in makes}, first_rounds)
+        runs = {name: found[1:] for name, found in runs.items()}  # the first round is interleave's warm-up
         decoding = [name for name in makes if name != COPIED]  # a copy decodes as what it was copied from
         interleave({name: arm(name, self._job.decoded) for name in decoding}, rounds, warmup=0)
         calls = {name: self._calls(name, make) for name, make in makes.items() if name not in (KEPT, COPIED)}

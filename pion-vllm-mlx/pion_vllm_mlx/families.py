@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import pkgutil
 import sys
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import attrs
@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import models
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
 
 from pion_vllm_mlx import observing
 from pion_vllm_mlx.attending import uniform_heads
@@ -187,8 +188,8 @@ def family_names() -> list[str]:
     for info in pkgutil.iter_modules(models.__path__):
         if info.name == "olmo":
             continue  # without that package the import ends the process
-        module = importlib.import_module(f"{models.__name__}.{info.name}")
-        if hasattr(module, "Model") and hasattr(module, "ModelArgs"):
+        with suppress(AttributeError):  # a module of parts, which no configuration names
+            _get_classes({"model_type": info.name})
             names.append(info.name)
     return names
 
@@ -224,9 +225,9 @@ def judge(name: str) -> Family:
 
 
 def _built(name: str, seed: int) -> Any:
-    module = importlib.import_module(f"{models.__name__}.{name}")
+    kind, arguments = _get_classes({"model_type": name})
     mx.random.seed(seed)
-    return module.Model(_arguments(module.ModelArgs, name))
+    return kind(_arguments(arguments, name))
 
 
 def _evaluated(model: Any) -> Any:
