@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import trio
 
-from pion.config import CONVERSION_THREADS, Config
+from pion.config import Config
+from pion.limits import CONVERSION_THREADS
 from pion.process import fitting_clients
 from pion.replies import Buffer
 

@@ -16,8 +16,8 @@ import trio
 
 from pion.args import show
 from pion.command import BinaryCommand, Command, Flag
-from pion.config import COMMANDS_PER_TURN, TURN_NS
 from pion.errors import CommandError, ExecAbortError, NoAuthError, OutOfMemoryError, PionError
+from pion.limits import COMMANDS_PER_TURN, TURN_NS
 from pion.monitor import CommandCounter, Monitor
 from pion.protocol.packed import unpacker
 from pion.registry import Registry

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import attrs
 
-from pion.config import GIB, KIB, MIB, SESSIONS_WITH_BUDGET, Config, fields, flag_name
+from pion.config import GIB, KIB, MIB, Config, fields, flag_name
 from pion.errors import StartupError
+from pion.limits import SESSIONS_WITH_BUDGET
 
 GROUPS: Final = {
     "listen": "listening",

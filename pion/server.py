@@ -20,10 +20,11 @@ import trio
 
 from pion import process
 from pion.clients import ClientTable
-from pion.config import TIER_DESCRIPTORS, Config
+from pion.config import Config
 from pion.context import Clock, Services
 from pion.dispatch import Dispatcher
 from pion.errors import PluginError, StartupError
+from pion.limits import TIER_DESCRIPTORS
 from pion.monitor import Monitor
 from pion.net import endpoints, listener
 from pion.plugins import call_each, call_one, make_plugin_manager, make_registry, plugin_names

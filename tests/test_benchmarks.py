@@ -76,7 +76,8 @@ FINDINGS = {
 
 
 def bench(*args: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"PATH": path} if path is not None else {})
+    # Threads of OpenBLAS wait for one another spinning: where tests run side by side, two take many times as long as one.
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"} | ({"PATH": path} if path is not None else {})
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,

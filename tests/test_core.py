@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from pion import logs, process
-from pion.config import CONVERSION_THREADS
+from pion.limits import CONVERSION_THREADS
 from pion.monitor import Monitor
 from pion.receipt import Receipt
 from pion.replies import ITEM_BYTES, NO_REPLY, Blob, Map, Simple, Static, held_bytes

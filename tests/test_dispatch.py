@@ -8,10 +8,11 @@ import trio
 
 from pion.clients import ClientTable
 from pion.command import Command, Flag
-from pion.config import COMMANDS_PER_TURN, Config
+from pion.config import Config
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import BusyError, CommandError
+from pion.limits import COMMANDS_PER_TURN
 from pion.monitor import Monitor
 from pion.receipt import Receipt
 from pion.registry import Registry

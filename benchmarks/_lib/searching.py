@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,9 @@ from benchmarks._lib.haystack import Haystack, Hidden
 PLAIN = "plain mlx-lm"
 
 
-@attrs.frozen(kw_only=True)
-class Job:
-    """What the process is told."""
-
-    port: int
-    depths: dict[str, list[int]]
-    """Length of a text, as text -> which of the ten depths; number i hides its fact at (i + 1/2) tenths."""
-
-    block: int
-    tops: list[int]
-    """Numbers of blocks that each head reads in the sparse arms."""
-
-    lanes: list[str]
-    """The lanes that are asked."""
-
-    tokens: int
-    """Tokens of the longest answer."""
-
-
 @attrs.frozen
 class Arm:
-    """A lane, and how many blocks of the text it reads for a token of the answer; 0 for all."""
+    """A lane, and how many blocks of the text each head reads for a token of the answer; 0 for all rows."""
 
     lane: str
     top: int = 0
@@ -52,6 +33,26 @@ class Arm:
         if not self.top:
             return f"{self.lane}, dense"
         return f"{self.lane}, {self.top} blocks" + (", question too" if self.question_too else "")
+
+
+def _arms(arms: Sequence[Arm | Mapping[str, Any]]) -> list[Arm]:
+    return [arm if isinstance(arm, Arm) else Arm(**arm) for arm in arms]
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """What the process is told."""
+
+    port: int
+    depths: dict[str, list[int]]
+    """Length of a text, as text, rising -> which of the ten depths; number i hides its fact at (i + 1/2) tenths."""
+
+    block: int
+    arms: list[Arm] = attrs.field(converter=_arms)
+    """Those that would read all blocks of a text are left out for it."""
+
+    tokens: int
+    """Tokens of the longest answer."""
 
 
 def search(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -68,14 +69,13 @@ def search(job: Job, model: Any, tokenizer: Any) -> dict[str, Any]:
         taken = _answer(model, hidden.question, caches, job.tokens, tokenizer.eos_token_id, arm)
         return taken, hidden.answer in tokenizer.decode(taken)
 
-    arms = [Arm(lane, top) for lane in job.lanes for top in (0, *job.tops)]
-    arms += [Arm(lanes.IN_PROCESS, top, question_too=True) for top in job.tops]
-    opened = {lane: lanes.Lane(model, lane, job.port) for lane in (lanes.IN_PROCESS, *job.lanes)}
+    opened = {lane: lanes.Lane(model, lane, job.port) for lane in (lanes.IN_PROCESS, lanes.BINARY)}
     text = Haystack(encode, tokenizer.decode, max(int(length) for length in job.depths))
     computed = make_prompt_cache(model)
     found: dict[str, dict[str, list[tuple[list[int], bool]]]] = {}
     for length, depths in job.depths.items():
         lanes.extend(model, text.ids[computed[0].offset : int(length)], computed)
+        arms = [arm for arm in job.arms if arm.top * job.block < int(length)]
         answers: dict[str, list[tuple[list[int], bool]]] = {PLAIN: [], **{arm.name: [] for arm in arms}}
         for number in depths:
             hidden = text.hide(number, (number + 0.5) / 10, int(length))

@@ -282,19 +282,20 @@ def test_cold_rows_are_warmed_and_the_question_is_asked_again(model):
 
 def test_a_restarted_server_is_warmed_again(model, tmp_path):
     ids = random_tokens(70, seed=9242)
-    with ServerProcess("--kvcache", "--dir", str(tmp_path)) as first:
-        pc = PionPromptCache(model, port=first.port, stage2=True, inproc=False, fallback=False)
+    # A path stays ours while the server is away; a port may be somebody else's by then.
+    path = str(tmp_path / "pion.sock")
+    arguments = ("--kvcache", "--dir", str(tmp_path / "data"), "--unix", path)
+    pc = PionPromptCache(model, unix=path, lane="resp", stage2=True, inproc=False, fallback=False)
+    with ServerProcess(*arguments) as first:
         pc.get_or_prefill(ids)
         caches = make_pion_prompt_cache(model, pc.namespace(ids), pc, len(ids))
         tokens = greedy(model, caches, REST, 4)
-        port = first.port
         first.stop()
-    with ServerProcess("--kvcache", "--dir", str(tmp_path), "--port", str(port)):
+    with ServerProcess(*arguments), pc:
         assert not pc.lookup(pc.namespace(ids))
         tokens += greedy(model, caches, tokens[-1:], 8)
         assert tokens == expected(model, ids)
         assert pc.cold_rehydrates_observed == 1
-        pc.close()
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["computed here", "computed elsewhere"])

@@ -23,9 +23,9 @@ from pion.compute.attention import Attended, Backend, Query, Resident, Suffix
 from pion.compute.backends import make_backend
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
-from pion.config import ATTEND_SCORE_BYTES, INLINE_ARG_BYTES
 from pion.context import Context, Services
 from pion.errors import ColdMissError, CommandError, OutOfMemoryError, StartupError
+from pion.limits import ATTEND_SCORE_BYTES, INLINE_ARG_BYTES
 from pion.replies import Blob
 from pion.storage.changes import Reason
 from pion.storage.unit import Unit

@@ -14,8 +14,8 @@ from pion.commands import attend_arguments as arguments
 from pion.commands.attend_common import answer, attention, check_fits, check_place, check_shape, find, load
 from pion.commands.vstore_common import within
 from pion.compute.attention import Blocks, Floats, Indices, Query
-from pion.config import CONVERT_IN_THREAD_BYTES
 from pion.context import Context
+from pion.limits import CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
 
 Answer = bytes | Blob
@@ -143,9 +143,11 @@ async def query_sparse_auto(
     arguments.check_blocks(resident.rows, window, block, top)
     window = _window(window, resident.rows)
     blocks = Blocks(rows=block, top=top)
-    return await answer(
+    found = await answer(
         context, resident, Query(q=asked, head_map=mapped, window=window, suffix=behind, sparse=blocks, want_lse=False)
     )
+    attention(context).slots.recount(sid, layer)  # block means may be kept now
+    return found
 
 
 async def query_batch(

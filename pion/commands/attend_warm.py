@@ -20,9 +20,9 @@ from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.attend_common import Attention, Warming, attention, check_shape, load
 from pion.commands.vstore_common import verified, wrong_arity
 from pion.compute.attention import Backend, Floats, Resident
-from pion.config import CONVERT_PIECE_BYTES
 from pion.context import Context
 from pion.errors import CommandError
+from pion.limits import CONVERT_PIECE_BYTES
 from pion.replies import Buffer, Reply, Simple
 from pion.storage import reading
 from pion.storage.formats import Wire, from_native

@@ -16,9 +16,9 @@ import trio
 
 from pion.args import show
 from pion.compute.attention import Attended, Backend, Floats, Query, Resident
-from pion.config import ATTEND_SCORE_BYTES, CONVERT_IN_THREAD_BYTES
 from pion.context import Context, Services
 from pion.errors import CommandError, OutOfMemoryError
+from pion.limits import ATTEND_SCORE_BYTES, CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
 from pion.storage.attention_index import AttentionIndex, IndexTable
 from pion.storage.attention_index_blocks import IndexBlock, arrays, fill

@@ -8,9 +8,9 @@ from time import perf_counter_ns
 import trio
 
 from pion.args import MAX_NAME_BYTES, word
-from pion.config import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES, TURN_NS
 from pion.context import Context
 from pion.errors import CommandError
+from pion.limits import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES, TURN_NS
 from pion.replies import Buffer
 
 

@@ -9,9 +9,10 @@ import attrs
 from pion.args import MAX_ID, Cursor, integer, name, number
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.vstore_common import commit, within
-from pion.config import MAX_HASHES, Config
+from pion.config import Config
 from pion.context import Context, Services
 from pion.errors import CommandError
+from pion.limits import MAX_HASHES
 from pion.replies import OK, Buffer, Reply, Simple
 from pion.storage.admission import Admission
 from pion.storage.changes import Declaration, Hashes, Register

@@ -6,9 +6,9 @@ from typing import Final
 
 from pion.args import show
 from pion.command import Arg, Command, Flag
-from pion.config import INLINE_ARG_BYTES
 from pion.context import Context
 from pion.errors import CommandError
+from pion.limits import INLINE_ARG_BYTES
 from pion.replies import OK, Buffer, Reply
 
 MEMORY_ONLY: Final = 'this server keeps everything in memory: start it with --dir (not "") to have snapshots'

@@ -10,9 +10,10 @@ import trio
 
 from pion.args import MAX_NAME_BYTES, Cursor, integer, name, show
 from pion.command import Arg, ArgType, KeySpec
-from pion.config import MIB, VERIFY_BEFORE_BYTES
+from pion.config import MIB
 from pion.context import Context
 from pion.errors import CommandError
+from pion.limits import VERIFY_BEFORE_BYTES
 from pion.replies import Buffer, Reply
 from pion.storage.changes import Change
 from pion.storage.formats import Wire, parse_wire

@@ -18,9 +18,9 @@ from pion.commands.vstore_common import (
     within,
     wrong_arity,
 )
-from pion.config import CONVERT_IN_THREAD_BYTES
 from pion.context import Context
 from pion.errors import CommandError
+from pion.limits import CONVERT_IN_THREAD_BYTES
 from pion.replies import OK, Buffer, Reply
 from pion.storage.changes import CreateSession, DropSession, StoreRows
 from pion.storage.formats import Wire, get_format, parse_wire, to_native, wire_row_bytes

@@ -139,7 +139,7 @@ class MlxBackend:
             return mx.concatenate([mx.array(values[at : at + step]) for at in range(0, values.shape[0], step)])
         copy = mx.zeros(values.shape)
         mx.eval(copy)
-        np.asarray(memoryview(copy))[...] = values
+        np.asarray(memoryview(copy))[...] = values  # type: ignore[arg-type]  # it has the buffer protocol
         return copy
 
     def _resident(self, keys: mx.array, values: mx.array) -> MlxResident:

@@ -54,10 +54,11 @@ class Cold:
 
 @attrs.define(eq=False)
 class Warm:
-    """One slot."""
+    """One slot. `nbytes` is what is counted for it: a resident grows when block means are kept beside it."""
 
     resident: Resident
     used_s: float
+    nbytes: int
 
 
 @attrs.frozen
@@ -100,6 +101,7 @@ class Slots:
         warm = self._warm.get((sid, layer))
         if warm is None:
             return self._cold.get((sid, layer))
+        self._recount(warm)
         if now_s is not None:
             warm.used_s = now_s
             self._warm.move_to_end((sid, layer))
@@ -123,17 +125,23 @@ class Slots:
         key = sid, layer
         old = self._warm.pop(key, None)
         if old is not None:
-            self._nbytes -= old.resident.nbytes
+            self._nbytes -= old.nbytes
         elif self._cold.pop(key, None) is not None:
             self._rehydrates += 1
-        self._warm[key] = Warm(resident, now_s)
-        self._nbytes += resident.nbytes
+        warm = self._warm[key] = Warm(resident, now_s, resident.nbytes)
+        self._nbytes += warm.nbytes
         self._layers.setdefault(sid, set()).add(layer)
         if source is not None and self._source.get(sid) != source:
             self._forget_source(sid)
             self._source[sid] = source
             self._sids.setdefault(source, set()).add(sid)
         self.trim()
+
+    def recount(self, sid: bytes, layer: int) -> None:
+        """Count what a WARM layer takes now, and demote others until it fits: a query may have made it larger."""
+        warm = self._warm.get((sid, layer))
+        if warm is not None and self._recount(warm):
+            self.trim()
 
     def trim(self) -> None:
         """Demote and forget until the limits are kept; they may have been lowered."""
@@ -151,7 +159,7 @@ class Slots:
         for each in doomed:
             warm = self._warm.pop((sid, each), None)
             if warm is not None:
-                self._nbytes -= warm.resident.nbytes
+                self._nbytes -= warm.nbytes
             else:
                 del self._cold[sid, each]
             self._forget(sid, each)
@@ -165,10 +173,18 @@ class Slots:
         """The counters now."""
         return SlotStatistics(len(self._warm), len(self._cold), self._nbytes, self._demotions, self._rehydrates)
 
+    def _recount(self, warm: Warm) -> int:
+        """What is counted for it is what it takes; returns by how much that grew."""
+        nbytes = warm.resident.nbytes
+        grown = nbytes - warm.nbytes
+        self._nbytes += grown
+        warm.nbytes = nbytes
+        return grown
+
     def _demote(self) -> None:
         key, warm = self._warm.popitem(last=False)
         held = warm.resident
-        self._nbytes -= held.nbytes
+        self._nbytes -= warm.nbytes
         self._cold[key] = Cold(held.heads, held.rows, held.head_dim, warm.used_s)
         self._demotions += 1
 

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 import trio
 
-from pion.config import (
+from pion.context import Context, Services, Session
+from pion.dispatch import Dispatcher
+from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.limits import (
     COMMANDS_PER_TURN,
     INLINE_ARG_BYTES,
     LONG_REPLY_ITEMS,
@@ -34,9 +37,6 @@ from pion.config import (
     RECEIVE_TURN_NS,
     TURN_NS,
 )
-from pion.context import Context, Services, Session
-from pion.dispatch import Dispatcher
-from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
 from pion.net.lanes import MakeLane, RespLane
 from pion.net.outbox import FLUSH_BYTES, Outbox
 from pion.net.polling import BusyPoll

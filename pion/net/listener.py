@@ -10,10 +10,10 @@ from typing import Final
 
 import trio
 
-from pion.config import READ_CHUNK_BYTES
 from pion.context import Services
 from pion.dispatch import Dispatcher
 from pion.errors import CommandError, ConnectionLostError
+from pion.limits import READ_CHUNK_BYTES
 from pion.net.connection import Connection
 from pion.net.lanes import BinaryLane, MakeLane, RespLane
 from pion.net.table import ConnectionTable

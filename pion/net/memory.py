@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import trio
 
-from pion.config import PAYLOAD_SLICE_BYTES
 from pion.errors import ConnectionLostError
+from pion.limits import PAYLOAD_SLICE_BYTES
 from pion.replies import Buffer
 
 

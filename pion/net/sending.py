@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 
 import trio
 
-from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.errors import CommandError, ConnectionLostError
+from pion.limits import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.net.budget import Pieces
 from pion.net.transport import Transport
 from pion.protocol.encode import JOINED_BYTES, Part

@@ -10,8 +10,8 @@ import attrs
 import trio
 
 from pion.command import Flag
-from pion.config import PAYLOAD_SLICE_BYTES
 from pion.context import Services
+from pion.limits import PAYLOAD_SLICE_BYTES
 from pion.net.budget import Pieces, ReceiveBudget
 from pion.net.polling import Dialogue
 

@@ -14,8 +14,9 @@ from typing import Final, Protocol
 
 import trio
 
-from pion.config import MIB, PAYLOAD_SLICE_BYTES
+from pion.config import MIB
 from pion.errors import ConnectionLostError
+from pion.limits import PAYLOAD_SLICE_BYTES
 from pion.replies import Buffer
 
 NOTSENT_BYTES: Final = 16 * 1024

@@ -17,8 +17,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from pion.config import BINARY_META_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_BULK_BYTES
 from pion.errors import ProtocolError
+from pion.limits import BINARY_META_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_BULK_BYTES
 from pion.protocol.packed import leading_name
 from pion.protocol.resp import LATER
 from pion.replies import Buffer

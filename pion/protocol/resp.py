@@ -20,13 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from pion.config import (
-    HEADER_LINE_BYTES,
-    INLINE_ARG_BYTES,
-    UNAUTHENTICATED_ARGS,
-    UNAUTHENTICATED_BULK_BYTES,
-)
 from pion.errors import ProtocolError
+from pion.limits import HEADER_LINE_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_ARGS, UNAUTHENTICATED_BULK_BYTES
 from pion.protocol.inline import split_inline
 from pion.protocol.walk import decimal, fitting_arguments, walk, whole_request
 from pion.replies import Buffer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pion.config import INLINE_ARG_BYTES
+from pion.limits import INLINE_ARG_BYTES
 
 
 def decimal(line: bytes) -> int | None:

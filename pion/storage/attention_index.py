@@ -23,8 +23,9 @@ from typing import Final
 import attrs
 
 from pion.args import show
-from pion.config import INLINE_ARG_BYTES, MIB, Config
+from pion.config import MIB, Config
 from pion.errors import CommandError, OutOfMemoryError
+from pion.limits import INLINE_ARG_BYTES
 from pion.replies import Buffer
 from pion.storage.attention_index_blocks import VALUE_BYTES, IndexBlock, again, arrays, empty_block
 from pion.storage.ledger import Ledger, Memory

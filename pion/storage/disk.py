@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from pion.config import SENDMSG_MAX_BUFFERS
+from pion.limits import SENDMSG_MAX_BUFFERS
 from pion.replies import Buffer
 
 logger = logging.getLogger("pion.wal")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pion.args import show
-from pion.config import MAX_HASHES
 from pion.errors import BusyError, CommandError, ExistsError
+from pion.limits import MAX_HASHES
 from pion.storage.changes import Declaration, DropPrefix, Hashes, Register, SetExpiry, SetPin
 from pion.storage.ledger import CHAIN_COST, PENDING_COST, TABLE_COST, UNIT_COST
 from pion.storage.prefix_index import HASH_BYTES, BlockTable

@@ -8,8 +8,8 @@ from typing import Final
 
 import attrs
 
-from pion.config import CONVERT_IN_THREAD_BYTES, CONVERT_PIECE_BYTES
 from pion.errors import CommandError
+from pion.limits import CONVERT_IN_THREAD_BYTES, CONVERT_PIECE_BYTES
 from pion.replies import Blob, Buffer, Stream
 from pion.storage.block import Block, MissingRowError
 from pion.storage.formats import Format, Wire, from_native, wire_row_bytes

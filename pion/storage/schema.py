@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import attrs
 
 from pion.args import MAX_ID, integer, show
-from pion.config import INLINE_ARG_BYTES
 from pion.errors import CommandError
+from pion.limits import INLINE_ARG_BYTES
 from pion.replies import Buffer
 from pion.storage.formats import Format, get_durable_format, get_format
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pion.config import TIER_RUN_BYTES
+from pion.limits import TIER_RUN_BYTES
 from pion.storage.block import Block, adjacent
 from pion.storage.placed import TierFile, TierMemory, placed_file
 from pion.storage.region import MappedMemory

@@ -29,8 +29,9 @@ from typing import Final
 import trio
 
 from pion.args import show
-from pion.config import MIB, TIER_OPEN_OBJECTS
+from pion.config import MIB
 from pion.errors import StartupError
+from pion.limits import TIER_OPEN_OBJECTS
 from pion.storage.budget import COMMAND_BYTES, HIGH_SHARE, LOOK_AGAIN_S, LOW_SHARE, Budget
 from pion.storage.changes import PlaceRows
 from pion.storage.data_directory import DataDirectory

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pion.config import VERIFY_PIECE_BYTES
+from pion.limits import VERIFY_PIECE_BYTES
 from pion.replies import BrokenReplyError, Stream
 from pion.storage.placed import TierFile, TierMemory
 from pion.storage.region import MappedMemory

@@ -21,8 +21,9 @@ from typing import Any, Final
 import attrs
 
 from pion.args import show
-from pion.config import INLINE_ARG_BYTES, MIB, Config
+from pion.config import MIB, Config
 from pion.errors import BusyError, CommandError
+from pion.limits import INLINE_ARG_BYTES
 from pion.storage import prefix_changes, session_changes
 from pion.storage.changes import (
     Change,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from docgen.markdown import anchor, cell, code_cell
 from docgen.python import member_notes
 from pion.command import BinaryCommand, FieldKind
-from pion.config import BINARY_META_BYTES, KIB, UNAUTHENTICATED_BULK_BYTES
+from pion.config import KIB
 from pion.errors import Status
+from pion.limits import BINARY_META_BYTES, UNAUTHENTICATED_BULK_BYTES
 from pion.protocol.binary import HEADER, MAGIC, VERSION
 from pion.protocol.packed import WIRES
 from pion.registry import Registry

@@ -17,8 +17,8 @@ from pion.client.limits import DIRECT_BYTES, JOIN_BYTES, MAX_ANSWER_META_BYTES, 
 from pion.client.replies import NEED_DATA
 from pion.client.requests import Either, Request
 from pion.client.sinks import CallerMemory, FreshArrays
-from pion.config import BINARY_META_BYTES
 from pion.errors import Status
+from pion.limits import BINARY_META_BYTES
 from pion.protocol import binary as server_side
 
 from .binary_fakes import Got, frame, sides

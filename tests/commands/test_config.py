@@ -5,7 +5,8 @@ import re
 import pytest
 import trio
 
-from pion.config import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES, Config, fields, flag_name
+from pion.config import Config, fields, flag_name
+from pion.limits import MAX_NAMES_PER_CALL, MAX_PATTERN_BYTES
 from pion.replies import OK, ErrorReply, Map
 from pion.testing import make_harness
 

@@ -10,7 +10,8 @@ import trio
 
 from pion.client import errors
 from pion.client.aio import PionClient
-from pion.config import INLINE_ARG_BYTES, Config
+from pion.config import Config
+from pion.limits import INLINE_ARG_BYTES
 from pion.server import Started, serve
 from pion.testing import make_harness, running_server
 from tests.commands.kv_support import plain

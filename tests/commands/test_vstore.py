@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pion.config import CONVERT_IN_THREAD_BYTES, MIB
+from pion.config import MIB
+from pion.limits import CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Stream
 from pion.storage.ledger import BLOCK_COST, LAYER_COST, SIDE_COST
 from pion.testing import Harness

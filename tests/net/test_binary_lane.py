@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from pion.config import COMMANDS_PER_TURN, INLINE_ARG_BYTES
+from pion.limits import COMMANDS_PER_TURN, INLINE_ARG_BYTES
 from pion.net.lanes import BinaryLane
 from pion.net.table import Phase
 from pion.protocol.binary import HEADER

@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from pion.config import COMMANDS_PER_TURN
 from pion.dispatch import QUEUED_ARGUMENT_BYTES
+from pion.limits import COMMANDS_PER_TURN
 from pion.net.table import Phase
 from tests.net.support import Rig, request
 

@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from pion.config import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.errors import ConnectionLostError
+from pion.limits import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.net.memory import memory_pair
 from pion.net.sending import STREAMS_AHEAD, Sender, StreamLengthError
 from pion.replies import BrokenReplyError, Stream

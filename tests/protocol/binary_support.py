@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pion.config import INLINE_ARG_BYTES
 from pion.errors import ProtocolError
+from pion.limits import INLINE_ARG_BYTES
 from pion.protocol.binary import BinaryParser, BinaryRefused
 from pion.protocol.binary_answers import frame
 from tests.protocol.support import Receiver

@@ -16,8 +16,8 @@ with atheris.instrument_imports(include=["pion.protocol"]):
     import pion.protocol.resp
 
 from pion.command import Field, FieldKind
-from pion.config import HEADER_LINE_BYTES
 from pion.errors import CommandError, ProtocolError
+from pion.limits import HEADER_LINE_BYTES
 from tests.protocol import binary_support
 from tests.protocol.support import Receiver
 

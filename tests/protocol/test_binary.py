@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from pion.config import BINARY_META_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_BULK_BYTES
 from pion.errors import BusyError, CommandError, ProtocolError, Status, status_of
+from pion.limits import BINARY_META_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_BULK_BYTES
 from pion.protocol.binary import BinaryRequest
 from pion.protocol.binary_answers import Answer, Short, answer_to, encode_answer, error_frame, error_instead
 from pion.protocol.encode import JOINED_BYTES

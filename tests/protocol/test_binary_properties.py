@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pion.config import INLINE_ARG_BYTES
+from pion.limits import INLINE_ARG_BYTES
 from pion.protocol.binary import HEADER
 from tests.protocol.binary_support import LONG, BinaryReceiver, named, outcome, wire
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pion.config import HEADER_LINE_BYTES, INLINE_ARG_BYTES
 from pion.errors import ProtocolError
+from pion.limits import HEADER_LINE_BYTES, INLINE_ARG_BYTES
 from pion.protocol.resp import Refused, RespParser
 from tests.protocol.support import MIB, Receiver, parse, request
 

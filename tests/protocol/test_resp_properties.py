@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pion.config import HEADER_LINE_BYTES, INLINE_ARG_BYTES
 from pion.errors import ProtocolError
+from pion.limits import HEADER_LINE_BYTES, INLINE_ARG_BYTES
 from tests.protocol.support import Receiver, parse, request
 
 awkward = st.sampled_from([b"", b"\r\n", b"\r", b"\n", b"$3\r\nabc\r\n", b"*1\r\n$1\r\n", b"x" * 300, b"\x00\xff"])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pion.config import INLINE_ARG_BYTES
 from pion.errors import CommandError
+from pion.limits import INLINE_ARG_BYTES
 from pion.storage import schema as schema_module
 from pion.storage.formats import BF16, FP8, FP16, FP32, INT8, MLX4G32, TURBO2, TURBO4, get_format
 from pion.storage.schema import Schema

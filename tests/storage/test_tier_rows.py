@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pion.config import TIER_RUN_BYTES
+from pion.limits import TIER_RUN_BYTES
 from pion.storage import tier_rows
 from pion.storage.block import Layer
 from pion.storage.ledger import Ledger
