@@ -48,7 +48,7 @@ METHOD = (
 def run(quick: bool) -> Report:
     """Measure the shapes, then many clients at once."""
     report = Report("attention", "attention where the keys and values live", quick, METHOD)
-    turns = 2 if quick else TURNS
+    turns, calls = (2, 3) if quick else (TURNS, TURN)
     with ExitStack() as stack:
         pion = stack.enter_context(peers.pion("--metal-attention", unix=False))
         pion.unpin()
@@ -57,12 +57,12 @@ def run(quick: bool) -> Report:
         control = stack.enter_context(RawClient(pion.port))
         binary_port = int(control.call("INFO", "server").partition(b"binary_port:")[2].split()[0])
         for shape in SHAPES:
-            _measure(report, shape, turns, pion.port, binary_port, echo.port)
+            _measure(report, shape, turns, calls, pion.port, binary_port, echo.port)
         _many(report, pion.port, binary_port, 0.2 if quick else SECONDS)
     return report
 
 
-def _measure(report: Report, shape: Shape, turns: int, port: int, binary_port: int, echo_port: int) -> None:
+def _measure(report: Report, shape: Shape, turns: int, calls: int, port: int, binary_port: int, echo_port: int) -> None:
     what = f"M {shape.queries}, D {shape.dim}"
     keys, values = shape.keys_values()
     q = shape.query()
@@ -115,8 +115,8 @@ def _measure(report: Report, shape: Shape, turns: int, port: int, binary_port: i
             for _ in range(shape.queries):
                 one()
 
-        arms = {name: turn(name, trip, TURN) for name, trip in trips.items()}
-        arms |= {name: turn(name, call, TURN) for name, call in local.items()}
+        arms = {name: turn(name, trip, calls) for name, trip in trips.items()}
+        arms |= {name: turn(name, call, calls) for name, call in local.items()}
         if shape.queries > 1:
             arms["M single calls"] = turn("M single calls", singles, 1)
         interleave(arms, turns)

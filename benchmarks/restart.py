@@ -116,7 +116,9 @@ def _server(directory: Path, *args: str) -> Iterator[tuple[subprocess.Popen[byte
     command = [sys.executable, "-m", "pion", "server", "--kvcache", "--log-level", "warning", "--grace", "300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--dir", str(directory), *args], env=environment, stdout=subprocess.DEVNULL
+        [*command, "--port", str(port), "--binary-port", "0", "--dir", str(directory), *args],
+        env=environment,
+        stdout=subprocess.DEVNULL,
     )
     try:
         _wait(process, port)

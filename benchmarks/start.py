@@ -31,7 +31,9 @@ def run(quick: bool) -> Report:
     imports = [sys.executable, "-c", "import attrs, numpy, pluggy, trio"]
     answers: dict[str, list[float]] = {"Pion": []}
     arms: dict[str, Callable[[], None]] = {
-        "Pion": lambda: answers["Pion"].append(first_answer([*pion, "--kvcache", "--log-level", "warning"])),
+        "Pion": lambda: answers["Pion"].append(
+            first_answer([*pion, "--kvcache", "--binary-port", "0", "--log-level", "warning"])
+        ),
         "Python and imports": lambda: subprocess.run(imports, check=True) and None,
     }
     try:

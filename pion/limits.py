@@ -72,6 +72,17 @@ ATTEND_SCORE_BYTES: Final = 64 * MIB
 """Scores (fp32, query heads x queries x rows) that one client's queries have in one call on the compute thread: 64
 queries of 32 heads over 8,192 rows. More are computed in parts, so that memory is bounded and others get their turn."""
 
+ATTEND_COPY_BYTES: Final = 256 * MIB
+"""K and V (fp32) that one client's queries have copied in one call on the compute thread, for query heads that choose
+their blocks or share KV heads in no regular way. More are computed in parts. Real models need less, in one part."""
+
+ATTEND_CROWD: Final = 16
+"""Queries waiting from which on a new one is given up if its client leaves. Watching costs some 50 us; with fewer, what
+nobody wants any more is soon computed."""
+
+ATTEND_HEADS_MAX: Final = 65_536
+"""Heads of a layer, and query heads: some hundred times what models have. Their head_map is checked on the loop."""
+
 CONVERT_PIECE_BYTES: Final = MIB
 """A converted reply is made in pieces of at most this size, so that a slow reader holds one piece, not the whole."""
 

@@ -76,7 +76,7 @@ FINDINGS = {
 
 
 def bench(*args: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    # Threads of OpenBLAS wait for one another spinning: where tests run side by side, two take many times as long as one.
+    # OpenBLAS's threads wait for one another spinning: beside other tests two take many times as long as one.
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"} | ({"PATH": path} if path is not None else {})
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],

@@ -21,7 +21,7 @@ from benchmarks._lib.stats import interleave
 
 KEPT, COPIED, STAGE_1 = "mlx-lm, cache kept", "mlx-lm, deep copy", "stage 1"
 
-NAMINGS = 9
+NAMINGS = 5
 """How often the name of a namespace is derived, to say how long that takes."""
 
 

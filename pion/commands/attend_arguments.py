@@ -92,6 +92,10 @@ def chosen(found: Indices, used: Indices, rows: int, window: int) -> Chosen:
     Raises CommandError for a row that is not there, for one that a head names twice, and for a head that names no
     visible one. Indices behind a head's count may be anything. Looks at each index some times; may run in any thread.
     """
+    # What counts for no head is let go: rows are gathered for as many as are kept. Of one more than there are rows, one
+    # is there twice or out of range.
+    used = np.minimum(used, np.uint32(rows + 1))
+    found = np.ascontiguousarray(found[:, : used.max()])
     heads, most = found.shape
     counted = np.arange(most) < used[:, None]
     wrong = counted & (found >= rows)
@@ -117,7 +121,7 @@ def chosen(found: Indices, used: Indices, rows: int, window: int) -> Chosen:
         )
     # Visible ones to the front, in the order given.
     order = np.argsort(~visible, axis=1, kind="stable")
-    return Chosen(np.take_along_axis(found, order, axis=1), left.astype(np.uint32))
+    return Chosen(np.take_along_axis(found, order, axis=1)[:, : left.max()], left.astype(np.uint32))
 
 
 def check_blocks(rows: int, window: int, block: int, top: int) -> None:

@@ -8,24 +8,25 @@ there when it came.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import attrs
 import numpy as np
 import trio
 
-from pion.args import MAX_ID, name
+from pion.args import name
 from pion.command import Arg, ArgType, KeySpec
 from pion.commands.attend_arguments import check_head_dim
+from pion.commands.attend_parts import parts_of
 from pion.commands.vstore_common import within
-from pion.compute.attention import Attended, Backend, Query, Resident, Suffix
+from pion.compute.attention import Attended, Backend, Query, Resident
 from pion.compute.backends import make_backend
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
 from pion.context import Context, Services
 from pion.errors import ColdMissError, CommandError, OutOfMemoryError, StartupError
-from pion.limits import ATTEND_SCORE_BYTES, INLINE_ARG_BYTES
+from pion.limits import ATTEND_CROWD, ATTEND_HEADS_MAX, INLINE_ARG_BYTES
 from pion.replies import Blob
 from pion.storage.changes import Reason
 from pion.storage.unit import Unit
@@ -144,7 +145,7 @@ def check_place(context: Context, sid: bytes, layer: int) -> None:
 
 def check_shape(heads: int, head_dim: int, heads_name: str = "H") -> None:
     """H and D. Raises CommandError."""
-    within(heads, heads_name, 1, MAX_ID)
+    within(heads, heads_name, 1, ATTEND_HEADS_MAX)
     check_head_dim(head_dim)
 
 
@@ -171,16 +172,21 @@ def check_fits(resident: Resident, kv_heads: int, head_dim: int, heads_name: str
 async def answer(context: Context, resident: Resident, query: Query) -> bytes | Blob:
     """What a query is answered with: output `[H, M, D]`, and behind it the LSE `[H, M]` if it is wanted; fp32.
 
-    Many queries at once are computed in parts, so the scores take bounded memory and others get their turn between.
-    Raises CommandError. Cancellation: a part that is being computed is finished and thrown away.
+    Many queries or query heads at once are computed in parts, so that what is computed with takes bounded memory and
+    others get their turn between. Raises CommandError. Cancellation: a part that is being computed is finished and
+    thrown away.
     """
-    worker = attention(context).worker
-    parts = [await _computed(worker.attend, resident, part) for part in _parts(query, resident.rows)]
-    outputs = [part.output for part in parts]
-    found = [outputs[0] if len(parts) == 1 else np.concatenate(outputs, axis=1)]
-    if query.want_lse:
-        sums = [part.lse for part in parts]
-        found.append(sums[0] if len(parts) == 1 else np.concatenate(sums, axis=1))
+    parts = parts_of(query, resident)
+    if len(parts) == 1:
+        whole = await _computed(context, resident, query)
+        found = [whole.output, whole.lse] if query.want_lse else [whole.output]
+    else:
+        output, lse = np.empty(query.q.shape, np.float32), np.empty(query.q.shape[:2], np.float32)
+        for part in parts:
+            asked = await context.in_thread(part.query, query)
+            done = await _computed(context, resident, asked)
+            await context.in_thread(part.put, done, output, lse if query.want_lse else None)
+        found = [output, lse] if query.want_lse else [output]
     nbytes = sum(each.nbytes for each in found)
     if nbytes <= INLINE_ARG_BYTES:
         return b"".join(each.tobytes() for each in found)
@@ -188,13 +194,39 @@ async def answer(context: Context, resident: Resident, query: Query) -> bytes | 
     return Blob(views, nbytes)
 
 
-async def _computed(
-    attend: Callable[[Resident, Query], Awaitable[Attended]], resident: Resident, query: Query
-) -> Attended:
+async def _computed(context: Context, resident: Resident, query: Query) -> Attended:
+    worker, peer_left = attention(context).worker, context.session.peer_left
     try:
-        return await attend(resident, query)
+        if worker.waiting < ATTEND_CROWD or peer_left is None:
+            return await worker.attend(resident, query)
+        return await _unless_left(peer_left, worker, resident, query)
     except MemoryError as error:
         raise OutOfMemoryError("the compute device has no memory for this query now") from error
+
+
+async def _unless_left(
+    peer_left: Callable[[], Awaitable[None]], worker: ComputeWorker, resident: Resident, query: Query
+) -> Attended:
+    """Answer a query that waits behind many, unless its client leaves first.
+
+    Else clients that give up and ask again would fill the queue with what nobody wants. Raises CommandError then.
+    """
+    found: Attended | Exception = CommandError("the client stopped sending while its query waited behind others")
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            await peer_left()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(watch)
+        try:
+            found = await worker.attend(resident, query)
+        except Exception as error:  # whatever it is, not in a group
+            found = error
+        nursery.cancel_scope.cancel()
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 async def load(context: Context, function: Callable[[Backend], Resident]) -> Resident:
@@ -203,29 +235,6 @@ async def load(context: Context, function: Callable[[Backend], Resident]) -> Res
         return await attention(context).worker.call(function)
     except MemoryError as error:
         raise OutOfMemoryError("the compute device has no memory for this layer now") from error
-
-
-def _parts(query: Query, rows: int) -> Iterator[Query]:
-    """The query in parts of so many queries that their scores stay below `ATTEND_SCORE_BYTES`, or of one."""
-    heads, count, _ = query.q.shape
-    behind = query.suffix
-    length = behind.keys.shape[1] if behind is not None else 0
-    most = max(1, ATTEND_SCORE_BYTES // (4 * heads * (rows + length)))
-    if count <= most:
-        yield query
-        return
-    for first in range(0, count, most):
-        last = min(count, first + most)
-        seen = behind
-        if behind is not None:
-            # The last query of the part sees so many suffix rows; those behind them are nobody's in it.
-            end = max(0, length - count + last)
-            seen = Suffix(_head(behind.keys, end), _head(behind.values, end))
-        yield attrs.evolve(query, q=np.ascontiguousarray(query.q[:, first:last]), suffix=seen)
-
-
-def _head(rows: np.ndarray, end: int) -> np.ndarray:
-    return np.ascontiguousarray(rows[:, :end])
 
 
 def state_of(context: Context, sid: bytes, layer: int) -> State:

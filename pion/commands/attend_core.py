@@ -15,7 +15,7 @@ from pion.commands.attend_common import answer, attention, check_fits, check_pla
 from pion.commands.vstore_common import within
 from pion.compute.attention import Blocks, Floats, Indices, Query
 from pion.context import Context
-from pion.limits import CONVERT_IN_THREAD_BYTES
+from pion.limits import ATTEND_HEADS_MAX, CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
 
 Answer = bytes | Blob
@@ -71,7 +71,7 @@ async def query_fused(
     """ATTEND.PREFIX.QUERY_FUSED."""
     check_place(context, sid, layer)
     check_shape(heads, head_dim, "H_q")
-    within(kv_heads, "H_kv", 1, MAX_ID)
+    within(kv_heads, "H_kv", 1, ATTEND_HEADS_MAX)
     asked = arguments.queries(q, heads, head_dim, "H_q")
     suffix = arguments.suffix(keys, values, kv_heads, suffix_rows, head_dim)
     mapped = _head_map(head_map, heads, kv_heads)
@@ -131,7 +131,7 @@ async def query_sparse_auto(
     check_shape(heads, head_dim, "H_q")
     within(block, "B", 1, MAX_ID)
     within(top, "K_top", 1, MAX_ID)
-    within(kv_heads, "H_kv", 1, MAX_ID)
+    within(kv_heads, "H_kv", 1, ATTEND_HEADS_MAX)
     asked = arguments.floats(q, "Q", "H_q x D", heads, head_dim).reshape(heads, 1, head_dim)
     behind = None
     if suffix is not None:

@@ -51,6 +51,9 @@ CACHED_BLOCK_ROWS: Final = 16
 COPY_VALUES: Final = 1 << 20
 """Values that one call of `mx.array` copies, a few milliseconds, where it has to."""
 
+SMALL_VALUES: Final = 1 << 16
+"""Arrays of up to so many values are copied by `mx.array` anyway: that is the quickest way, and well below 1 ms."""
+
 SINGLE_THREAD_QUERIES: Final = 32
 """Calls of so many queries stay on one thread of the CPU; with more, the products are worth sharing."""
 
@@ -134,9 +137,12 @@ class MlxBackend:
         """An array of the device. `mx.array` holds the interpreter until all is copied, half a second for 128 MiB, so
         that is left to NumPy, which doesn't; where NumPy can't write, it is done in pieces.
         """
+        if values.size <= SMALL_VALUES:
+            return mx.array(values)
         if self.gpu:
-            step = max(1, COPY_VALUES // max(1, values[:1].size))
-            return mx.concatenate([mx.array(values[at : at + step]) for at in range(0, values.shape[0], step)])
+            flat = values.reshape(-1)
+            parts = [mx.array(flat[at : at + COPY_VALUES]) for at in range(0, flat.size, COPY_VALUES)]
+            return mx.concatenate(parts).reshape(values.shape)
         copy = mx.zeros(values.shape)
         mx.eval(copy)
         np.asarray(memoryview(copy))[...] = values  # type: ignore[arg-type]  # it has the buffer protocol
@@ -184,7 +190,7 @@ class MlxBackend:
 
         def compute(q: Floats) -> Floats:
             found = mx.fast.scaled_dot_product_attention(
-                heads.group(self._rounded(mx.array(q)))[None], keys[None], values[None], scale=scale
+                heads.group(self._rounded(self._copied(q)))[None], keys[None], values[None], scale=scale
             )
             found = found.astype(mx.float32).reshape(q.shape)
             mx.eval(found)
@@ -200,7 +206,7 @@ class MlxBackend:
 
     def _merged(self, resident: MlxResident, group: Sequence[Query]) -> list[Attended]:
         """Any queries that ask the same of the prefix, each with its own suffix."""
-        q = self._rounded(mx.array(_joined(group))).astype(mx.float32)
+        q = self._rounded(self._copied(_joined(group))).astype(mx.float32)
         prefix = in_pieces(q, *_prefix(resident, group[0]))
         outputs, sums, start = [], [], 0
         for query in group:
@@ -220,7 +226,7 @@ class MlxBackend:
 
     def _suffix(self, q: mx.array, suffix: Suffix, head_map: Indices | None) -> Partial:
         heads = Heads.of(head_map, suffix.keys.shape[0])
-        keys, values = (heads.expand(self._rounded(mx.array(each))) for each in (suffix.keys, suffix.values))
+        keys, values = (heads.expand(self._rounded(self._copied(each))) for each in (suffix.keys, suffix.values))
         keys, values = keys.astype(mx.float32), values.astype(mx.float32)
         rows, count = int(keys.shape[1]), int(q.shape[1])
 

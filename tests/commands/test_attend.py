@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pion.commands import attend_common
+from pion.commands import attend_parts
 from tests.commands.attend_support import (
     AUTO,
     AUTO_FUSED,
@@ -220,9 +220,9 @@ def test_queries_computed_in_parts_are_the_same(server, wire, length: int, monke
     fused = [blob(q), *map(blob, suffix), blob(ids(1, 0))]
     whole = wire.ask(QUERY, b"s", 0, (2, 8, 7), [blob(q)], 15), wire.ask(FUSED, b"s", 0, (2, 8, length, 2), fused)
     before = server.figures()["queries"]
-    monkeypatch.setattr(attend_common, "ATTEND_SCORE_BYTES", 4 * 2 * (20 + length) * 3)
+    monkeypatch.setattr(attend_parts, "ATTEND_SCORE_BYTES", 4 * 2 * (20 + length) * 3)
     parts = wire.ask(QUERY, b"s", 0, (2, 8, 7), [blob(q)], 15), wire.ask(FUSED, b"s", 0, (2, 8, length, 2), fused)
-    assert server.figures()["queries"] == before + -(-17 // (3 * (20 + length) // 20)) + 6
+    assert server.figures()["queries"] == before + -(-17 // (3 * (20 + length) // 15)) + 6
     output, lse = split_lse(whole[0], 2, 17, 8)
     found, sums = split_lse(parts[0], 2, 17, 8)
     close(found, output, 1e-6)

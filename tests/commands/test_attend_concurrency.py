@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pion.commands import attend_common
 from pion.errors import StartupError
 from pion.testing import ServerProcess
 from tests.commands.attend_support import (
@@ -348,3 +350,41 @@ def banner(process: ServerProcess) -> list[str]:
     """The lines of the banner, which is written at once; the port may be known before the rest was read."""
     process.stop()
     return process.log
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_in_a_crowd_the_query_of_a_client_that_left_is_given_up(gated, gate, wire, half: bool, monkeypatch) -> None:
+    monkeypatch.setattr(attend_common, "ATTEND_CROWD", 1)
+    oracle = store(wire)
+    worker = gated.attention.worker
+    busy(gated, gate, wire)
+    with Wire(gated) as second, Wire(gated) as third, Wire(gated) as stays:
+        ask(second, b"s", 2)  # nobody waited before it, so it isn't watched
+        gated.wait_for(lambda: worker.waiting == 1)
+        ask(stays, b"s", 4)
+        gated.wait_for(lambda: worker.waiting == 2)
+        ask(third, b"s", 3)
+        gated.wait_for(lambda: worker.waiting == 3)
+        if half:
+            third.socket.shutdown(socket.SHUT_WR)
+            assert third.read() == "-ERR the client stopped sending while its query waited behind others"
+        else:
+            third.__exit__()
+        gated.wait_for(lambda: worker.waiting == 2)
+        gate.open.set()
+        for client, seed in ((wire, 50), (second, 2), (stays, 4)):
+            check(client.read(), oracle, seed)
+    assert gate.batches == [1, 2]
+
+
+def test_what_fails_in_a_crowd_is_said_as_ever(gated, gate, wire, monkeypatch) -> None:
+    monkeypatch.setattr(attend_common, "ATTEND_CROWD", 0)
+    oracle = store(wire)
+    ask(wire, b"s", 1)
+    check(wire.read(), oracle, 1)
+    gate.failure = MemoryError()
+    ask(wire, b"s", 2)
+    assert wire.read() == "-OOM the compute device has no memory for this query now"
+    gate.failure = None
+    ask(wire, b"s", 3)
+    check(wire.read(), oracle, 3)

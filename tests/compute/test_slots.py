@@ -14,9 +14,9 @@ from pion.compute.slots import Cold, Limits, Slots, State
 from pion.errors import OutOfMemoryError
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Held:
-    """A layer without numbers: the table looks at its sizes only."""
+    """A layer without numbers: the table looks at its sizes only, and the bytes may grow."""
 
     nbytes: int
     heads: int = 2
@@ -89,6 +89,27 @@ def test_who_holds_a_layer_keeps_it() -> None:
     assert held.nbytes == 10
     assert table.drop(b"a") == 1
     assert counters(table) == (0, 0, 0, 0, 0)
+
+
+def test_what_a_layer_grew_by_is_counted_and_given_back() -> None:
+    table = make(slots=4)
+    first, second = Held(40), Held(40)
+    table.put(b"a", 0, first, 0.0)
+    table.put(b"a", 1, second, 1.0)
+    first.nbytes += 10
+    assert table.find(b"a", 0, 2.0) is first
+    assert counters(table) == (2, 0, 90, 0, 0)
+    first.nbytes += 20
+    table.recount(b"a", 0)  # now too much: who was used least goes
+    assert counters(table) == (1, 1, 70, 1, 0)
+    first.nbytes += 5
+    table.recount(b"b", 0)
+    assert table.drop(b"a", 0) == 1
+    assert counters(table) == (0, 1, 0, 1, 0)
+    table.put(b"a", 2, second, 3.0)
+    second.nbytes += 7
+    table.put(b"a", 2, Held(9), 4.0)
+    assert counters(table) == (1, 1, 9, 1, 0)
 
 
 def test_lowered_limits_hold_at_the_next_trim() -> None:
