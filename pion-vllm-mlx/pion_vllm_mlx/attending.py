@@ -61,8 +61,14 @@ class Attending:
             msg = f"KV.PREFIX.WARM loaded {layers} layers of {len(slots)} and skipped {skipped}"
             raise ServerError(msg)
 
-    def make_warm(self, server: Operation, namespace: Namespace, slots: Sequence[SlotShape]) -> bool:
-        """Warm unless it is; whether attention can be asked for. With fallback a failure is a warning and False."""
+    def make_warm(
+        self, server: Operation, namespace: Namespace, slots: Sequence[SlotShape], *, anew: bool = False
+    ) -> bool:
+        """Warm unless it is; whether attention can be asked for. With fallback a failure is a warning and False.
+
+        `anew`: even if it is warm. What was evicted from the store stays warm; under a name that stands for something
+        else by now, that would be other rows.
+        """
         try:
             uniform_heads(slots)
         except UnsupportedAttentionError as error:
@@ -70,7 +76,7 @@ class Attending:
             return False
 
         def ready(client: PionClient) -> bool:
-            if self.is_warm(client, namespace, slots):
+            if not anew and self.is_warm(client, namespace, slots):
                 return True
             if client.prefix_chain(namespace) is None:
                 return False  # nothing complete is stored there

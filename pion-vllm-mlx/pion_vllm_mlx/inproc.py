@@ -114,6 +114,9 @@ class PrefixKVCache(KVCache):
             self._cell = Cell(None, self._cell.keys[:], self._cell.values[:])
 
 
+PrefixKVCache.__name__ = KVCache.__name__  # mlx-lm's save_prompt_cache writes it, and its loader looks it up
+
+
 @attrs.define(eq=False)
 class HeldPrefix:
     """One prefix: what it was computed from, the master, and the loan when it is in the house."""
@@ -163,7 +166,9 @@ class HeldPrefix:
         """One cache of a loan is gone. Called by the garbage collector, in any thread."""
         with self._lock:
             loan.out -= 1
-            if loan.out == 0 and self._idle is None:
+            # One that grew far beyond the prefix isn't kept: it would be memory that nobody counts.
+            small = loan.cells[0].keys.shape[2] <= 2 * len(self.ids) + SPARE_TOKENS
+            if loan.out == 0 and self._idle is None and small:
                 # New array objects: somebody may still hold the old ones, which writing would change.
                 self._idle = [(cell.keys[:], cell.values[:]) for cell in loan.cells]
 
@@ -180,8 +185,11 @@ class HeldPrefixes:
         self._held: OrderedDict[Namespace, HeldPrefix] = OrderedDict()
 
     def keep(self, name: Namespace, digest: bytes, ids: TokenIds, caches: Sequence[Any]) -> None:
-        """Hold a prefix under its name, in place of another; nothing happens if it is held or too large."""
-        if self.get(name, digest, ids) is not None or self._too_large(caches, len(ids)):
+        """Hold a prefix under its name, in place of another; one that is too large only takes the other's place."""
+        if self.get(name, digest, ids) is not None:
+            return
+        if self._too_large(caches, len(ids)):
+            self.drop(name)
             return
         held = HeldPrefix.of(digest, ids, caches)
         with self._lock:

@@ -44,8 +44,9 @@ def make_pion_prompt_cache(
 
     The server is asked now whether it is ready. If it is away and `pc` has `fallback`, the rows are fetched or computed
     as soon as they are needed. Raises RuntimeError if the patch isn't installed, UnsupportedAttentionError for a model
-    whose attention can't be split that way, LookupError if nothing of this model is stored under `ns` and this process
-    doesn't know its tokens, ValueError for another `n`, another model, or a `pc` without stage2.
+    whose attention can't be split that way (in-process that matters only with `sparse`), LookupError if nothing of this
+    model is stored under `ns` and this process doesn't know its tokens, ValueError for another `n`, another model, or a
+    `pc` without stage2.
     """
     if not pc.stage2:
         msg = "pc must be made with PionPromptCache(model, stage2=True)"
@@ -63,6 +64,7 @@ def make_pion_prompt_cache(
         _check_count(ns, n, len(held.ids))
         if sparse is None:
             return held.caches(PrefixKVCache)
+        pc._check_attention()
         return held.caches(functools.partial(SparsePrefixKVCache, sparse=sparse))
     pc._check_attention()
     remote = pc._remote_prefix(ns)

@@ -47,7 +47,8 @@ def install_pion_attention_patch() -> None:
 def uninstall_pion_attention_patch() -> None:
     """Put mlx-lm's own function back everywhere; does nothing if the patch isn't in. Thread-safe.
 
-    Caches of `make_pion_prompt_cache` that attend on the server raise an error from then on.
+    Caches of `make_pion_prompt_cache` that attend on the server raise an error from then on. Those in this process go
+    on without the patch, and read everything if they were made with `sparse`.
     """
     with _lock:
         if _installed:

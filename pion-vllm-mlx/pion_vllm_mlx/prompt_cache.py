@@ -220,7 +220,7 @@ class PionPromptCache(PrefixAttention):
         if not namespaces:
             return 0
         if self._stage2 is not None:
-            self._stage2.held.drop(*namespaces)
+            self._stage2.drop(*namespaces)
         with self._link.operation(self._deadline_s(0)) as server:
             refused: list[ServerError] = []
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from pion_vllm_mlx.attention_calls import AttentionCache, Call, Original, check_call
 from pion_vllm_mlx.inproc import Cell, PrefixKVCache
@@ -72,6 +73,9 @@ class SparsePrefixKVCache(AttentionCache, PrefixKVCache):
         behind = mx.ones((1, heads, 1, length), mx.bool_)
         visible = mx.concatenate([there, behind], axis=-1)
         return call.queries, whole(call.keys), whole(call.values), None, call.scale, visible
+
+
+SparsePrefixKVCache.__name__ = KVCache.__name__  # as PrefixKVCache; what was saved is loaded as a dense one
 
 
 def _block_means(keys: mx.array, block: int) -> mx.array:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
+import numpy as np
 
 from pion.client import PionClient
 from pion.client.errors import ServerError
@@ -52,6 +53,13 @@ class Stage2:
         """(media, token ids) of a namespace; no media and None if it isn't remembered."""
         with self._lock:
             return self._known.get(name, ((), None))
+
+    def drop(self, *names: Namespace) -> None:
+        """Hold these no more, and forget what they stand for."""
+        self.held.drop(*names)
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
 
 
 class PrefixAttention:
@@ -178,8 +186,9 @@ class PrefixAttention:
     def _remote_prefix(self, namespace: Namespace) -> RemotePrefix:
         """The prefix as the server has it, warmed if it can be.
 
-        Raises LookupError if nothing of this model is stored under the name and its tokens aren't known here, and
-        UnsupportedAttentionError if the server can't attend to rows of these shapes.
+        If the name stands for other tokens on the server than it does here, those here count, and the server isn't
+        asked. Raises LookupError if nothing of this model is stored under the name and its tokens aren't known here,
+        and UnsupportedAttentionError if the server can't attend to rows of these shapes.
         """
         stage2 = self._on()
         media, ids = stage2.known(namespace)
@@ -188,13 +197,16 @@ class PrefixAttention:
         with self._link.operation(self._deadline_s(0)) as server:
             meta = server.ask("META", lambda client: client.prefix_meta(namespace), None)
             stored = context.stored_ids(meta)
+            if stored is not None and ids is not None and not np.array_equal(stored, ids):
+                stored = None
+            strict = context.names(namespace, meta)
             if stored is not None:
-                stage2.attending.make_warm(server, namespace, context.slots)
+                stage2.attending.make_warm(server, namespace, context.slots, anew=not strict)
         known = stored if stored is not None else ids
         if known is None:
             msg = f"nothing that this model computed is stored under {namespace!r}: call get_or_prefill first"
             raise LookupError(msg)
-        return RemotePrefix(self, context, namespace, known, meta if stored is not None else None)
+        return RemotePrefix(self, context, namespace, known, meta if stored is not None else None, strict)
 
     # Parts
 
@@ -238,7 +250,8 @@ class PrefixAttention:
         self._stage2.remember(name, media, ids)
         self._stage2.held.keep(name, context.digest, ids, caches)
         if stored:
-            self._stage2.attending.make_warm(server, name, context.slots)
+            strict = name == context.namespace(ids)
+            self._stage2.attending.make_warm(server, name, context.slots, anew=not strict)
         return caches
 
 
@@ -252,6 +265,8 @@ class RemotePrefix:
     ids: TokenIds
     _meta: bytes | None
     """Of what the server had when the generation began; None if that was nothing of ours, and it isn't asked."""
+    _strict: bool
+    """The name is derived from the content, so it never stands for anything else."""
 
     @property
     def tokens(self) -> int:
@@ -266,7 +281,7 @@ class RemotePrefix:
         pc, meta = self._pc, self._meta
         if meta is None:
             return None
-        check = None if self._context.names(self._name, meta) else self._check
+        check = None if self._strict else self._check
 
         def asked(client: PionClient, session: Namespace) -> T:
             if first and check is not None:

@@ -68,7 +68,7 @@ class WirePrefix:
 
 
 class WireKVCache(AttentionCache, _BaseCache):
-    """One layer: `offset` counts prefix and suffix, the arrays are the suffix's. Trimming ends at the prefix."""
+    """One layer: `offset` counts prefix and suffix, the arrays are the suffix's until the rows are here."""
 
     def __init__(self, prefix: WirePrefix, layer: int, suffix: Any = None) -> None:
         self._prefix = prefix
@@ -77,6 +77,8 @@ class WireKVCache(AttentionCache, _BaseCache):
         self._here: Any = None
         """A plain cache of everything, once the rows are here."""
         self._fetched: tuple[Any, Any] | None = None
+        self._failed = False
+        """A pass ended here with an exception: its rows are in this cache, and not in those of the layers behind."""
 
     @property
     def offset(self) -> int:
@@ -88,6 +90,9 @@ class WireKVCache(AttentionCache, _BaseCache):
         if not patch_installed():
             msg = "the attention patch was removed; a cache whose prefix is on the server can't be used without it"
             raise RuntimeError(msg)
+        if self._failed:
+            msg = "a forward pass failed in the middle, so these caches don't agree any more: make new ones"
+            raise RuntimeError(msg)
         if self._fetched is not None:
             refuse("a function of its own: the rows it took from the cache didn't reach scaled_dot_product_attention")
         if keys.shape[0] != 1:
@@ -96,7 +101,16 @@ class WireKVCache(AttentionCache, _BaseCache):
         return self._fetched
 
     def attend(self, original: Original, call: Call) -> mx.array:
-        """See AttentionCache. Evaluates the queries and waits for the server; what it returns isn't evaluated."""
+        """See AttentionCache. Evaluates the queries and waits for the server; what it returns isn't evaluated.
+
+        An exception makes the cache useless, as the rows of the pass are in some layers only.
+        """
+        self._failed = True
+        output = self._attended(original, call)
+        self._failed = False
+        return output
+
+    def _attended(self, original: Original, call: Call) -> mx.array:
         fetched, self._fetched = self._fetched, None
         if fetched is None or fetched[0] is not call.keys or fetched[1] is not call.values:
             refuse("keys or values that it changed after taking them from the cache (a compressed form, say)")
@@ -106,12 +120,18 @@ class WireKVCache(AttentionCache, _BaseCache):
         mask = self._prefix.masks.of(call.mask, self._prefix.tokens)
         output = None if self._prefix.local else self._on_the_server(call, mask)
         if output is None:
-            rows = self._prefix.rows(self._layer)
-            self._here = KVCache()
-            self._here.update_and_fetch(*rows.keys_and_values())
-            keys, values = self._here.update_and_fetch(call.keys, call.values)
+            keys, values = self._bring_here().keys_and_values()
             return original(call.queries, keys, values, None, call.scale, call.mask)
         return output.astype(call.queries.dtype)
+
+    def _bring_here(self) -> Any:
+        """Go on with a plain cache of prefix and suffix; that cache."""
+        here = KVCache()
+        here.update_and_fetch(*self._prefix.rows(self._layer).keys_and_values())
+        if self._suffix.offset:
+            here.update_and_fetch(*self._suffix.keys_and_values())
+        self._here, self._suffix = here, KVCache()
+        return here
 
     def _on_the_server(self, call: Call, mask: Any) -> Any | None:
         _, heads, count, dim = call.queries.shape
@@ -165,13 +185,14 @@ class WireKVCache(AttentionCache, _BaseCache):
         return False
 
     def is_trimmable(self) -> bool:
-        """The suffix is."""
+        """It is; the prefix too, see `trim`."""
         return True
 
     def trim(self, n: int) -> int:
-        """Remove up to `n` tokens of the suffix; how many."""
-        count = min(n, self.offset - self._prefix.tokens)
-        return int((self._here or self._suffix).trim(count))
+        """As KVCache. For a trim into the prefix its rows are fetched: mlx-lm doesn't look at how many tokens went."""
+        if self._here is None and n > self._suffix.offset:
+            self._bring_here()
+        return int((self._here or self._suffix).trim(n))
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         """As KVCache. Raises UnsupportedAttentionError for a sliding window."""
@@ -205,4 +226,5 @@ class WireKVCache(AttentionCache, _BaseCache):
             plain.keys, plain.values = held.keys[:], held.values[:]
         copied = WireKVCache(self._prefix, self._layer, KVCache() if self._here is not None else plain)
         copied._here = plain if self._here is not None else None
+        copied._failed = self._failed
         return copied

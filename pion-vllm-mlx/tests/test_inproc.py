@@ -9,7 +9,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from pion_vllm_mlx import SparseAuto, install_pion_attention_patch, uninstall_pion_attention_patch
 from pion_vllm_mlx.inproc import HeldPrefix, HeldPrefixes, PrefixKVCache
@@ -146,6 +146,24 @@ def test_copies_and_states_are_plain_caches(model):
     assert all(type(cache) is KVCache for cache in (*copied, *restored))
 
 
+@pytest.mark.parametrize("make", [PrefixKVCache, lambda cell, n: SparsePrefixKVCache(cell, n, SparseAuto(8, 2))])
+def test_mlx_lm_saves_and_loads_them_as_plain_caches(model, tmp_path, make):
+    path = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(path, hold(model).caches(make))
+    assert same_bits(load_prompt_cache(path), plain(model))
+
+
+def test_a_loan_that_grew_far_beyond_the_prefix_is_not_kept(model):
+    held = hold(model)
+    caches = held.caches(PrefixKVCache)
+    model(mx.array(random_tokens(400, seed=9105))[None], cache=caches)
+    mx.eval([cache.state for cache in caches])
+    del caches
+    gc.collect()
+    assert held._idle is None
+    assert greedy(model, held.caches(PrefixKVCache), REST, 10) == greedy(model, plain(model), REST, 10)
+
+
 def test_arrays_of_an_abandoned_generation_of_another_thread_are_not_used(model):
     held = hold(model)
 
@@ -202,6 +220,10 @@ def test_a_prefix_beyond_the_budget_is_not_held(model):
     prefixes = HeldPrefixes(hold(model).nbytes - 1)
     prefixes.keep("a", b"digest", token_ids(IDS), plain(model))
     assert prefixes.get("a", b"digest") is None
+    prefixes.keep("a", b"digest", token_ids(IDS[:40]), plain(model, IDS[:40]))
+    assert prefixes.get("a", b"digest") is not None
+    prefixes.keep("a", b"digest", token_ids(IDS), plain(model))
+    assert prefixes.get("a", b"digest") is None  # the name stands for other tokens now
 
 
 # Sparse

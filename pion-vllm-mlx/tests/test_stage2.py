@@ -168,6 +168,9 @@ def test_a_model_that_cannot_be_split_is_refused_on_the_wire_and_served_in_proce
     for _ in range(2):
         with pytest.raises(UnsupportedAttentionError, match="gemma2"):
             make_pion_prompt_cache(model, pc.namespace(ids), wire, len(ids))
+    # The patch wouldn't see its calls, so nothing would be sparse.
+    with pytest.raises(UnsupportedAttentionError, match="gemma2"):
+        make_pion_prompt_cache(model, pc.namespace(ids), pc, len(ids), sparse=SparseAuto(8, 3))
 
 
 def test_the_environment_forces_the_wire(connect, model, monkeypatch):
@@ -374,6 +377,30 @@ def test_what_somebody_else_stored_under_the_name_is_not_attended_to(connect, mo
         caches = make_pion_prompt_cache(model, ns, pc, len(ids))
         assert greedy(model, caches, REST, 12) == expected(model, ids)
     assert pc.stats()["attend_calls"] == 0
+
+
+def test_a_name_of_ones_own_keeps_the_tokens_that_this_process_gave_it(connect, model):
+    """The server has as many other tokens under it, computed by the same model."""
+    _, ns, _ = stored(connect, model, 9253, name="one name, two texts")
+    ids = random_tokens(70, seed=9254)
+    pc = connect(model, stage2=True, inproc=False)
+    pc.get_or_prefill(ids, namespace=ns)
+    assert pc.stats()["mismatches"] == 1
+    caches = make_pion_prompt_cache(model, ns, pc, len(ids))
+    assert greedy(model, caches, REST, 12) == expected(model, ids)
+    assert pc.stats()["attend_calls"] == 0
+    pc.drop(ns)
+    with pytest.raises(LookupError, match="get_or_prefill"):
+        make_pion_prompt_cache(model, ns, pc, len(ids))
+
+
+def test_rows_that_are_warm_since_the_name_stood_for_something_else_are_not_attended_to(connect, model, client):
+    """As after an eviction: what was warm stays so, and the name is free for another prefix."""
+    _, other, _ = stored(connect, model, 9255)
+    ids, ns, pc = stored(connect, model, 9256, name="one's own, evicted")
+    client.prefix_warm(other, 2, 16, sid=attention_session(ns))
+    assert pc.lookup(ns)
+    assert greedy(model, make_pion_prompt_cache(model, ns, pc, len(ids)), REST, 12) == expected(model, ids)
 
 
 # Threads

@@ -159,15 +159,43 @@ def test_sparse_with_room_for_every_block_is_dense(model):
 # As mlx-lm's other caches
 
 
-def test_trim_ends_at_the_prefix_and_generation_goes_on(model):
+def test_generation_goes_on_after_a_trim_of_the_suffix_and_one_into_the_prefix(model):
     _, caches = wire(model)
     model(mx.array(REST)[None], cache=caches)
     assert [cache.trim(4) for cache in caches] == [4, 4]
     want = logits(model, plain(model), REST[:5], REST[5:])[1]
     assert np.abs(logits(model, caches, REST[5:])[0] - want).max() < 2e-5
-    assert [cache.trim(1000) for cache in caches] == [len(REST)] * 2
     assert all(cache.is_trimmable() and not cache.empty() for cache in caches)
-    assert [cache.size() for cache in caches] == [len(PREFIX)] * 2
+    assert [cache.trim(len(REST) + 30) for cache in caches] == [len(REST) + 30] * 2
+    assert [cache.size() for cache in caches] == [len(PREFIX) - 30] * 2
+    want = logits(model, plain(model, PREFIX[:-30]), REST)[0]
+    assert np.abs(logits(model, caches, REST)[0] - want).max() < 2e-5
+    assert [cache.trim(1000) for cache in caches] == [len(PREFIX) - 30 + len(REST)] * 2
+
+
+def test_a_trim_into_the_prefix_before_anything_follows_it(model):
+    remote, caches = wire(model)
+    assert [cache.trim(30) for cache in caches] == [30] * 2
+    assert greedy(model, caches, REST, 8) == greedy(model, plain(model, PREFIX[:-30]), REST, 8)
+    assert remote.calls == []
+
+
+def test_a_pass_that_failed_in_the_middle_leaves_no_caches_to_go_on_with(model):
+    remote, caches = wire(model)
+    attend = remote.attend
+
+    def failing(first, question):
+        if not first:
+            raise ConnectionError
+        return attend(first, question)
+
+    remote.attend = failing
+    with pytest.raises(ConnectionError):
+        greedy(model, caches, REST, 1)
+    remote.attend = attend
+    for each in (caches, copy.deepcopy(caches)):
+        with pytest.raises(RuntimeError, match="make new ones"):
+            greedy(model, each, REST, 1)
 
 
 @pytest.mark.parametrize("away", [False, True])
