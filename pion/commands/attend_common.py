@@ -108,9 +108,13 @@ class Attention:
         It stays when the prefix made room for another one: it can still be asked.
         """
         if reason in (Reason.COMMAND, Reason.EXPIRED):
-            for each in self.warming:
-                each.dropped |= each.unit.name == ns
-            self.slots.drop_source(ns)
+            self.prefix_new(ns)
+
+    def prefix_new(self, ns: bytes) -> None:
+        """What was made ready from an earlier prefix of that name goes: the new one may hold other tokens."""
+        for each in self.warming:
+            each.dropped |= each.unit.name == ns
+        self.slots.drop_source(ns)
 
 
 def make_attention(services: Services) -> Attention:

@@ -24,6 +24,8 @@ def add_unit(store: VStore, name: bytes, *, lone: bool) -> Unit:
     else:
         store.prefixes[name] = unit
         store.prefix_names.set(name, unit)
+        for callback in store.on_new:
+            callback(name)
     store.ledger.charge(UNIT_COST + len(name))
     store.registrations += 1
     return unit

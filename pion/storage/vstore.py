@@ -136,6 +136,8 @@ class VStore(MakesRoom):
         self.checksum_failures = 0
         self.on_drop: list[Callable[[bytes, Reason], None]] = []
         """Each is told the name of every prefix that was dropped, and why; it may not change the store."""
+        self.on_new: list[Callable[[bytes], None]] = []
+        """Each is told the name of every prefix that is made, before it has rows; it may not change the store."""
         self._replaying = False
         self.before_change: Callable[[Change], None] | None = None
         """Told of each change before it is made, while a snapshot is taken."""

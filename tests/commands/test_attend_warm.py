@@ -229,6 +229,18 @@ def test_expiry_drops_it_and_eviction_does_not() -> None:
         assert wire.lookup(b"long") == "MISS"
 
 
+def test_what_was_made_ready_goes_when_the_name_is_registered_anew() -> None:
+    with serving(configured(max_sessions=4)) as server, Wire(server) as wire:
+        declare(wire, "p", 5)
+        assert wire.call(WARM, "p", HEADS, WIDTH, "sid") == "3"
+        for ns in ("a", "b"):  # no room for all three
+            declare(wire, ns, 5)
+        assert wire.call("KV.PREFIX.LOOKUP", "p") == "MISS"
+        assert wire.lookup(b"sid") == "HIT"
+        declare(wire, "p", 5)
+        assert wire.lookup(b"sid") == "MISS"
+
+
 @pytest.fixture
 def gate():
     return Gate()
