@@ -40,7 +40,7 @@ def startup(services: Services) -> None:
     services.memory_stats.append(lambda: ("attention.bytes", state.slots.statistics().nbytes))
     services.prefix_info.append(lambda: prefix_rows(state))
     services.vstore.on_drop.append(state.prefix_dropped)
-    services.vstore.on_new.append(state.prefix_new)
+    services.vstore.on_new.append(state.forget_prefix)
 
 
 @hookimpl

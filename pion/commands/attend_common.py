@@ -108,9 +108,9 @@ class Attention:
         It stays when the prefix made room for another one: it can still be asked.
         """
         if reason in (Reason.COMMAND, Reason.EXPIRED):
-            self.prefix_new(ns)
+            self.forget_prefix(ns)
 
-    def prefix_new(self, ns: bytes) -> None:
+    def forget_prefix(self, ns: bytes) -> None:
         """What was made ready from an earlier prefix of that name goes: the new one may hold other tokens."""
         for each in self.warming:
             each.dropped |= each.unit.name == ns
@@ -124,11 +124,9 @@ def make_attention(services: Services) -> Attention:
         config = services.config
         return Limits(config.attend_slots, config.attend_cold, config.attend_bytes)
 
-    found = make_backend
-
     def make() -> Backend:
         try:
-            return found(fp16=services.config.metal_attention_fp16)
+            return make_backend(fp16=services.config.metal_attention_fp16)
         except ImportError as error:
             raise ComputeError(f"{error}; to install it: {INSTALL}") from error
 

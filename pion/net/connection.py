@@ -44,7 +44,7 @@ from pion.net.sending import Sender, size_of
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport, linger
 from pion.protocol.encode import Part
-from pion.protocol.resp import LATER
+from pion.protocol.incoming import LATER
 from pion.replies import ErrorReply, Map
 
 logger = logging.getLogger("pion.net")

@@ -19,8 +19,8 @@ from typing import Final
 
 from pion.errors import ProtocolError
 from pion.limits import BINARY_META_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_BULK_BYTES
+from pion.protocol.incoming import LATER, Incoming
 from pion.protocol.packed import leading_name
-from pion.protocol.resp import LATER
 from pion.replies import Buffer
 
 MAGIC: Final = 0xCA5E
@@ -68,7 +68,7 @@ class BinaryRefused(BinaryRequest):
         self.nbytes = nbytes
 
 
-class BinaryParser:
+class BinaryParser(Incoming):
     """Parses the requests of one connection. See `RespParser` for `allocate`, `reserve` and `restricted`.
 
     `heads` says of each code the command's name, and whether the meta begins with a name. A request whose code isn't
@@ -78,23 +78,16 @@ class BinaryParser:
     __slots__ = (
         "_allocate",
         "_body_bytes",
-        "_data",
         "_has_meta",
         "_heads",
         "_max_body",
         "_memory",
         "_meta_bytes",
-        "_position",
         "_refused",
         "_request",
         "_reserve",
         "_reserved",
-        "_target",
-        "awaited",
         "failed",
-        "need_data",
-        "payload_left",
-        "restricted",
     )
 
     trailer_bytes: Final = 0
@@ -108,28 +101,18 @@ class BinaryParser:
         allocate: Callable[[int], memoryview | None],
         reserve: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
+        super().__init__()
         self._heads = heads
         self._max_body = max_body_bytes
         self._allocate = allocate
         self._reserve = reserve
-        self.restricted = False
-        self._data = b""
-        self._position = 0
         self._request: BinaryRequest | None = None
         self._meta_bytes = self._body_bytes = 0
         self._has_meta = False
         self._memory: memoryview | None = None
         """Of the payload being received."""
-        self._target: memoryview | None = None
-        """What of it is missing."""
         self._refused = 0
         self._reserved = False
-        self.payload_left = 0
-        """Bytes of the current payload still to come."""
-        self.awaited = 0
-        """Bytes of a payload that there may be memory for a little later: nothing is parsed until `resume`."""
-        self.need_data = True
-        """The last `requests` call stopped because the data ended, not because of its limit."""
         self.failed = (0, 0)
         """Command and id of the request that broke the protocol, if its header could be read."""
 
@@ -137,9 +120,7 @@ class BinaryParser:
 
     def feed(self, data: bytes) -> None:
         """Give the next bytes of the stream. Take all requests out first, else the rest is copied."""
-        rest = len(self._data) - self._position
-        self._data = self._data[self._position :] + data if rest else data
-        self._position = 0
+        self._append(data)
 
     def resume(self) -> None:
         """Ask for the memory again that was not there yet. Call `requests` afterwards: data may be waiting."""
@@ -151,23 +132,6 @@ class BinaryParser:
         self._request = self._memory = self._target = None
         self._data = b""
         self.payload_left = self.awaited = 0
-
-    def target(self) -> memoryview | None:
-        """Where the driver must put the next bytes of the stream; None if they go to `feed` or are discarded."""
-        return self._target
-
-    @property
-    def discarding(self) -> bool:
-        """The payload was refused: receive `payload_left` bytes anywhere and report them with `filled`."""
-        return self.payload_left > 0 and self._target is None
-
-    def filled(self, nbytes: int) -> None:
-        """The driver put `nbytes` into the target (or dropped them, while discarding)."""
-        if not 0 <= nbytes <= self.payload_left:
-            raise ValueError(f"{nbytes} bytes do not fit the {self.payload_left} that are missing")
-        self.payload_left -= nbytes
-        if self._target is not None:
-            self._target = self._target[nbytes:] if self.payload_left else None
 
     @property
     def in_request(self) -> bool:
@@ -183,11 +147,6 @@ class BinaryParser:
     def between_requests(self) -> bool:
         """Nothing of an unfinished request has arrived."""
         return self._request is None and self._position >= len(self._data)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that were fed but not yet taken out."""
-        return len(self._data) - self._position
 
     def requests(self, limit: int) -> list[BinaryRequest]:
         """Up to `limit` complete requests; one that reserved memory is the last of its batch.
@@ -343,12 +302,7 @@ class BinaryParser:
 
     def _payload(self) -> bool:
         """Move what the chunk has of the payload to its place; whether it is complete."""
-        taken = min(self.payload_left, len(self._data) - self._position)
-        if taken:
-            if self._target is not None:
-                self._target[:taken] = self._data[self._position : self._position + taken]
-            self.filled(taken)
-            self._position += taken
+        self._fill_from_chunk()
         return not self.payload_left
 
 

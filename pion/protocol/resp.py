@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 
 from pion.errors import ProtocolError
 from pion.limits import HEADER_LINE_BYTES, INLINE_ARG_BYTES, UNAUTHENTICATED_ARGS, UNAUTHENTICATED_BULK_BYTES
+from pion.protocol.incoming import LATER, Incoming
 from pion.protocol.inline import split_inline
 from pion.protocol.walk import decimal, fitting_arguments, walk, whole_request
 from pion.replies import Buffer
@@ -41,17 +42,13 @@ SPARSE_LINES: Final = 4
 looking for line ends in all of its bytes costs 1 ns each."""
 
 
-LATER: Final = memoryview(b"")
-"""What `allocate` returns for a payload that there may be memory for a little later."""
-
-
 class Refused(list[Buffer]):
     """A request whose payload did not fit the receive budget. `argv` is incomplete; `nbytes` was asked for."""
 
     nbytes: int = 0
 
 
-class RespParser:
+class RespParser(Incoming):
     """Parses the requests of one connection.
 
     `allocate(n)` returns writable memory for a payload of n bytes, None to refuse it, or `LATER`. `reserve(n)` is told
@@ -62,7 +59,6 @@ class RespParser:
     __slots__ = (
         "_allocate",
         "_argv",
-        "_data",
         "_held",
         "_index",
         "_length",
@@ -70,16 +66,10 @@ class RespParser:
         "_max_args",
         "_max_bulk",
         "_missing",
-        "_position",
         "_refused",
         "_reserve",
         "_reserved",
-        "_target",
         "_walkable",
-        "awaited",
-        "need_data",
-        "payload_left",
-        "restricted",
     )
 
     trailer_bytes: Final = 2
@@ -93,13 +83,11 @@ class RespParser:
         allocate: Callable[[int], memoryview | None],
         reserve: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
+        super().__init__()
         self._max_bulk = max_bulk_bytes
         self._max_args = max_args
         self._allocate = allocate
         self._reserve = reserve
-        self.restricted = False
-        self._data = b""
-        self._position = 0
         self._lines: list[bytes] = []
         self._index = 0
         self._walkable = False
@@ -109,21 +97,12 @@ class RespParser:
         self._held = 0
         self._refused = 0
         self._reserved = False
-        self._target: memoryview | None = None
-        self.payload_left = 0
-        """Bytes of the current payload still to come, without its CRLF."""
-        self.awaited = 0
-        """Bytes of a payload that there may be memory for a little later: nothing is parsed until `resume`."""
-        self.need_data = True
-        """The last `requests` call stopped because the data ended, not because of its limit."""
 
     def feed(self, data: bytes) -> None:
         """Give the next bytes of the stream. Take all requests out first, else the rest is copied."""
         if self._walkable:
             self._leave_walk()
-        rest = len(self._data) - self._position
-        self._data = self._data[self._position :] + data if rest else data
-        self._position = 0
+        self._append(data)
         self._walkable = self._argv is None
         self._lines = []
 
@@ -139,23 +118,6 @@ class RespParser:
         self._data, self._lines = b"", []
         self.payload_left = self.awaited = 0
 
-    def target(self) -> memoryview | None:
-        """Where the driver must put the next bytes of the stream; None if they go to `feed` or are discarded."""
-        return self._target
-
-    @property
-    def discarding(self) -> bool:
-        """The payload was refused: receive `payload_left` bytes anywhere and report them with `filled`."""
-        return self.payload_left > 0 and self._target is None
-
-    def filled(self, nbytes: int) -> None:
-        """The driver put `nbytes` into the target (or dropped them, while discarding)."""
-        if not 0 <= nbytes <= self.payload_left:
-            raise ValueError(f"{nbytes} bytes do not fit the {self.payload_left} that are missing")
-        self.payload_left -= nbytes
-        if self._target is not None:
-            self._target = self._target[nbytes:] if self.payload_left else None
-
     @property
     def in_request(self) -> bool:
         """A request has begun whose header is complete; reservations, if any, belong to it."""
@@ -170,11 +132,6 @@ class RespParser:
     def between_requests(self) -> bool:
         """Nothing of an unfinished request has arrived."""
         return not self._walkable and self._argv is None and self._position >= len(self._data)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that were fed but not yet taken out."""
-        return len(self._data) - self._position
 
     def next_request(self) -> Request | None:
         """The next complete request, or None if more data is needed. Raises `ProtocolError`."""
@@ -355,16 +312,8 @@ class RespParser:
         argv.append(memory.toreadonly())
 
     def _payload(self) -> bool:
-        available = len(self._data) - self._position
-        if self.payload_left and available:
-            taken = min(self.payload_left, available)
-            if self._target is not None:
-                self._target[:taken] = self._data[self._position : self._position + taken]
-            self.filled(taken)
-            self._position += taken
-            self._held -= taken  # charged when its memory was allocated
-            available -= taken
-        if self.payload_left or available < 2:
+        self._held -= self._fill_from_chunk()  # charged when its memory was allocated
+        if self.payload_left or self.buffered_bytes < 2:
             return False
         if self._data[self._position : self._position + 2] != b"\r\n":
             raise ProtocolError("bulk string is not followed by CRLF")

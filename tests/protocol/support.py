@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion.protocol.resp import LATER, Refused, RespParser
+from pion.protocol.incoming import LATER
+from pion.protocol.resp import Refused, RespParser
 
 MIB = 1024 * 1024
 
