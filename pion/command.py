@@ -14,10 +14,11 @@ import attrs
 
 if TYPE_CHECKING:
     from pion.context import Context
+    from pion.later import Later
     from pion.replies import BinaryReply, Buffer, Reply
 
-    Handler: TypeAlias = Callable[["Context", list[Buffer]], Awaitable[Reply]]
-    BinaryHandler: TypeAlias = Callable[["Context", tuple[Any, ...], Buffer], Awaitable[BinaryReply]]
+    Handler: TypeAlias = Callable[["Context", list[Buffer]], Awaitable[Reply | Later]]
+    BinaryHandler: TypeAlias = Callable[["Context", tuple[Any, ...], Buffer], Awaitable[BinaryReply | Later]]
 
 
 class Flag(enum.Flag):

@@ -71,6 +71,8 @@ class Session:
     """What the log must have before this session's next reply is sent. With a list a command need not wait for the log
     itself: its connection does, for all commands of a pipeline at once. None: each command waits.
     """
+    leaves: bool = False
+    """Its connection can leave a reply to the thread that makes it: a handler may return a `Later`."""
     no_evict: bool = False
     no_touch: bool = False
     closing: bool = False
@@ -81,6 +83,11 @@ class Session:
     """Reserves bytes for what a transaction queues; False if there is no memory. Set by the connection."""
     peer_left: Callable[[], Awaitable[None]] | None = None
     """Returns once the peer has stopped sending; for a command that waits. Set by the connection."""
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether this command's reply may be a `Later`: not if it is part of another one, or isn't sent."""
+        return self.leaves and not (self.in_exec or self.reply_off or self.reply_skip)
 
     def reset(self, authenticated: bool) -> None:
         """Back to how the connection started, as RESET does; the identity stays."""

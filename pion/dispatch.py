@@ -17,6 +17,7 @@ import trio
 from pion.args import show
 from pion.command import BinaryCommand, Command, Flag
 from pion.errors import CommandError, ExecAbortError, NoAuthError, OutOfMemoryError, PionError
+from pion.later import Later
 from pion.limits import COMMANDS_PER_TURN, TURN_NS
 from pion.monitor import CommandCounter, Monitor
 from pion.protocol.packed import unpacker
@@ -96,7 +97,7 @@ class Dispatcher:
         assert command is not None  # noqa: S101  checked by the registry
         return attrs.evolve(self._entry(command), handler=_unpacking(row))
 
-    def execute(self, context: Context, argv: list[Buffer]) -> Awaitable[Reply]:
+    def execute(self, context: Context, argv: list[Buffer]) -> Awaitable[Reply | Later]:
         """The reply to one request; a refused or failed command is an `ErrorReply`, never an exception.
 
         It is no `async def`, so that the common request costs one coroutine less. The checks are made at once; the
@@ -140,14 +141,24 @@ class Dispatcher:
             raise CommandError(f"unknown command 0x{request.code:02x} of the binary lane")
         return entry
 
-    async def run(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
-        """Call the handler of an entry that passed the checks, and account for it."""
+    async def run(
+        self, context: Context, entry: Entry, argv: list[Buffer], later: Later | None = None
+    ) -> Reply | Later:
+        """Call the handler of an entry that passed the checks, and account for it.
+
+        A `Later` is returned as it is, and accounted for when this is called again with it: it is waited for then.
+        """
         counter = entry.counter
-        counter.calls += 1
-        context.session.last_command = entry.name
-        start = perf_counter_ns()
+        if later is None:
+            counter.calls += 1
+            context.session.last_command = entry.name
+            start = perf_counter_ns()
+        else:
+            start = later.start_ns
         try:
-            if entry.writes and entry.needs_memory and context.services.budget.holds_back:
+            if later is not None:
+                reply: Reply | Later = await later.wait()
+            elif entry.writes and entry.needs_memory and context.services.budget.holds_back:
                 reply = await self._run_within(context, entry, argv)
             else:
                 if entry.writes and (data := context.services.data) is not None and data.holds_back:
@@ -170,14 +181,18 @@ class Dispatcher:
             if type(reply) is ErrorReply:
                 counter.failed += 1
                 self._monitor.count_error(reply.code)
-        context.session.ended_ns = ended = perf_counter_ns()
+            elif type(reply) is Later:
+                reply.entry, reply.start_ns = entry, start
+                return reply
+        ended = perf_counter_ns() if later is None else later.ended_ns
+        context.session.ended_ns = ended
         elapsed = ended - start
         counter.total_ns += elapsed
         if elapsed >= self._monitor.slower_than_ns:
             self._record_slow(context, entry.command, argv, elapsed)
         return reply
 
-    async def _run_within(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply:
+    async def _run_within(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply | Later:
         """Run a command that needs memory and disk once there is room for it. Raises PionError, and as the handler.
 
         Cancellation: as `run`.
@@ -287,7 +302,9 @@ class Dispatcher:
         session.in_exec = True
         try:
             for entry, argv in transaction.queue:
-                reply = await self.run(context, entry, argv)
+                reply: Any = await self.run(context, entry, argv)
+                if type(reply) is Later:  # the handler did not ask whether it may leave its reply
+                    reply = await self.run(context, entry, argv, reply)
                 if type(reply) is not Simple:
                     try:
                         size = held_bytes(reply)
@@ -328,7 +345,7 @@ def _unpacking(row: BinaryCommand) -> Handler:
     """The row's handler as one that takes a whole request."""
     unpack, handler, takes_body = unpacker(row.meta), row.handler, bool(row.body)
 
-    def handle(context: Context, request: BinaryRequest) -> Awaitable[BinaryReply]:
+    def handle(context: Context, request: BinaryRequest) -> Awaitable[BinaryReply | Later]:
         if not takes_body and len(request.body):
             raise CommandError(f"this command takes no body, got {len(request.body)} bytes")
         return handler(context, unpack(request.meta), request.body)

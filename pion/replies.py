@@ -14,6 +14,9 @@
 | `Map(pairs)` | flat array | map |
 | `Static(value)` | as the value; encoded once | same |
 | `NO_REPLY` | nothing | nothing |
+
+Where `session.may_leave` says so a handler may also return a `pion.later.Later`, which another thread completes with
+one of these.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PION = ROOT / "pion"
 SHIPPED = ("pion", "pion-vllm-mlx/pion_vllm_mlx", "pion-lmcache/pion_lmcache", "plugins/pion-example/pion_example")
 
-LEAVES = {"errors", "replies", "config", "limits", "command"}
+LEAVES = {"errors", "replies", "config", "limits", "command", "later"}
 
 #: part of Pion -> the parts it may import at run time, beside itself. A part is a module or package directly in pion/.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replies": LEAVES,
     "config": LEAVES,
     "limits": LEAVES,
+    "later": LEAVES,
     "command": LEAVES,
     "args": LEAVES,
     "hookspecs": LEAVES,

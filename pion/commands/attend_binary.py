@@ -11,6 +11,7 @@ from pion.commands.attend_common import state_of
 from pion.compute.slots import State
 from pion.context import Context
 from pion.errors import Status
+from pion.later import Later
 from pion.replies import BinaryReply, Buffer
 
 _STATES: Final = {State.WARM: Status.OK, State.COLD: Status.COLDMISS, State.MISSING: Status.MISS}
@@ -37,6 +38,17 @@ def _cut_queries(body: Buffer, *sizes: int) -> list[Buffer]:
     return [view[:q_bytes], *_cut(view[q_bytes:], *sizes[:-1])]
 
 
+def _reply(found: core.Answer) -> BinaryReply | Later:
+    if isinstance(found, Later):
+        found.make = _with_body
+        return found
+    return BinaryReply(body=found)
+
+
+def _with_body(body: bytes) -> BinaryReply:
+    return BinaryReply(body=body)
+
+
 async def store(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
     """0x20."""
     sid, layer, heads, rows, head_dim = values
@@ -50,47 +62,43 @@ async def lookup(context: Context, values: tuple[Any, ...], body: Buffer) -> Bin
     return BinaryReply(status=_STATES[state_of(context, *values)])
 
 
-async def query(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+async def query(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply | Later:
     """0x22."""
     sid, layer, heads, head_dim, top_k, window = values
-    return BinaryReply(body=await core.query(context, sid, layer, heads, head_dim, top_k, window, body))
+    return _reply(await core.query(context, sid, layer, heads, head_dim, top_k, window, body))
 
 
-async def query_fused(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+async def query_fused(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply | Later:
     """0x24."""
     sid, layer, heads, head_dim, rows, kv_heads, window = values
     suffix = kv_heads * rows * head_dim
     blobs = _cut_queries(body, suffix, suffix, heads)
-    return BinaryReply(
-        body=await core.query_fused(context, sid, layer, heads, head_dim, rows, kv_heads, window, *blobs)
-    )
+    return _reply(await core.query_fused(context, sid, layer, heads, head_dim, rows, kv_heads, window, *blobs))
 
 
-async def query_sparse(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+async def query_sparse(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply | Later:
     """0x25."""
     sid, layer, heads, head_dim, most, window = values
     blobs = _cut(body, heads * head_dim, heads * most)
-    return BinaryReply(body=await core.query_sparse(context, sid, layer, heads, head_dim, most, window, *blobs))
+    return _reply(await core.query_sparse(context, sid, layer, heads, head_dim, most, window, *blobs))
 
 
-async def query_sparse_auto(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+async def query_sparse_auto(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply | Later:
     """0x26."""
     sid, layer, heads, head_dim, block, top, kv_heads, window = values
     q, head_map = _cut(body, heads * head_dim)
-    return BinaryReply(
-        body=await core.query_sparse_auto(
-            context, sid, layer, heads, head_dim, block, top, kv_heads, window, q, head_map
-        )
+    return _reply(
+        await core.query_sparse_auto(context, sid, layer, heads, head_dim, block, top, kv_heads, window, q, head_map)
     )
 
 
-async def query_sparse_auto_fused(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply:
+async def query_sparse_auto_fused(context: Context, values: tuple[Any, ...], body: Buffer) -> BinaryReply | Later:
     """0x27."""
     sid, layer, heads, head_dim, block, top, kv_heads, rows, window = values
     suffix = kv_heads * rows * head_dim
     q, keys, vals, head_map = _cut(body, heads * head_dim, suffix, suffix)
-    return BinaryReply(
-        body=await core.query_sparse_auto(
+    return _reply(
+        await core.query_sparse_auto(
             context, sid, layer, heads, head_dim, block, top, kv_heads, window, q, head_map, (rows, keys, vals)
         )
     )

@@ -20,12 +20,13 @@ from pion.command import Arg, ArgType, KeySpec
 from pion.commands.attend_arguments import check_head_dim
 from pion.commands.attend_parts import parts_of
 from pion.commands.vstore_common import within
-from pion.compute.attention import Attended, Backend, Query, Resident
+from pion.compute.attention import Attended, Backend, Floats, Query, Resident
 from pion.compute.backends import make_backend
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
 from pion.context import Context, Services
 from pion.errors import ColdMissError, CommandError, OutOfMemoryError, StartupError
+from pion.later import Later
 from pion.limits import ATTEND_CROWD, ATTEND_HEADS_MAX, INLINE_ARG_BYTES
 from pion.replies import Blob
 from pion.storage.changes import Reason
@@ -37,6 +38,8 @@ logger = logging.getLogger("pion.attend")
 
 NOT_FOUND: Final = "session not found"
 """The whole text of the error for a layer that is missing: clients compare it."""
+
+NO_MEMORY: Final = "the compute device has no memory for this query now"
 
 INSTALL: Final = "pip install -e 'pion-vllm-mlx/[mlx]'"
 
@@ -124,9 +127,11 @@ def make_attention(services: Services) -> Attention:
         config = services.config
         return Limits(config.attend_slots, config.attend_cold, config.attend_bytes)
 
+    build = make_backend  # what it is now: a test may start several servers, each with a backend of its own
+
     def make() -> Backend:
         try:
-            return make_backend(fp16=services.config.metal_attention_fp16)
+            return build(fp16=services.config.metal_attention_fp16)
         except ImportError as error:
             raise ComputeError(f"{error}; to install it: {INSTALL}") from error
 
@@ -171,17 +176,22 @@ def check_fits(resident: Resident, kv_heads: int, head_dim: int, heads_name: str
         raise CommandError(f"D must be {resident.head_dim}, the width stored, got {head_dim}")
 
 
-async def answer(context: Context, resident: Resident, query: Query) -> bytes | Blob:
+async def answer(context: Context, resident: Resident, query: Query, *, may_leave: bool = True) -> bytes | Blob | Later:
     """What a query is answered with: output `[H, M, D]`, and behind it the LSE `[H, M]` if it is wanted; fp32.
 
     Many queries or query heads at once are computed in parts, so that what is computed with takes bounded memory and
-    others get their turn between. Raises CommandError. Cancellation: a part that is being computed is finished and
+    others get their turn between. With `may_leave` the thread that computes a small answer may also send it: then this
+    returns a `Later`. Raises CommandError. Cancellation: a part that is being computed is finished and
     thrown away.
     """
     parts = parts_of(query, resident)
     if len(parts) == 1:
+        if may_leave and context.session.may_leave and query.q.nbytes <= INLINE_ARG_BYTES:
+            later = _left(attention(context).worker, resident, query)
+            if later is not None:
+                return later
         whole = await _computed(context, resident, query)
-        found = [whole.output, whole.lse] if query.want_lse else [whole.output]
+        found = _arrays(whole, query)
     else:
         output, lse = np.empty(query.q.shape, np.float32), np.empty(query.q.shape[:2], np.float32)
         for part in parts:
@@ -196,6 +206,25 @@ async def answer(context: Context, resident: Resident, query: Query) -> bytes | 
     return Blob(views, nbytes)
 
 
+def _left(worker: ComputeWorker, resident: Resident, query: Query) -> Later | None:
+    """An answer that the worker's thread sends; None if the query has to wait for its place in the queue."""
+    if worker.waiting >= ATTEND_CROWD:
+        return None
+
+    def done(found: Attended | None, error: BaseException | None) -> None:
+        if isinstance(error, MemoryError):
+            error = OutOfMemoryError(NO_MEMORY)
+        later.complete(b"".join(each.tobytes() for each in _arrays(found, query)) if found else None, error)
+
+    later = Later()
+    later.withdraw = worker.submit(resident, query, done)
+    return later if later.withdraw is not None else None
+
+
+def _arrays(found: Attended, query: Query) -> list[Floats]:
+    return [found.output, found.lse] if query.want_lse else [found.output]
+
+
 async def _computed(context: Context, resident: Resident, query: Query) -> Attended:
     worker, peer_left = attention(context).worker, context.session.peer_left
     try:
@@ -203,7 +232,7 @@ async def _computed(context: Context, resident: Resident, query: Query) -> Atten
             return await worker.attend(resident, query)
         return await _unless_left(peer_left, worker, resident, query)
     except MemoryError as error:
-        raise OutOfMemoryError("the compute device has no memory for this query now") from error
+        raise OutOfMemoryError(NO_MEMORY) from error
 
 
 async def _unless_left(

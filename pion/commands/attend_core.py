@@ -15,11 +15,12 @@ from pion.commands.attend_common import answer, attention, check_fits, check_pla
 from pion.commands.vstore_common import within
 from pion.compute.attention import Blocks, Floats, Indices, Query
 from pion.context import Context
+from pion.later import Later
 from pion.limits import ATTEND_HEADS_MAX, CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
 
-Answer = bytes | Blob
-"""Output fp32, and the LSE behind it where the form has one."""
+Answer = bytes | Blob | Later
+"""Output fp32, and the LSE behind it where the form has one. A `Later` is completed with these bytes."""
 
 
 async def store(
@@ -143,9 +144,8 @@ async def query_sparse_auto(
     arguments.check_blocks(resident.rows, window, block, top)
     window = _window(window, resident.rows)
     blocks = Blocks(rows=block, top=top)
-    found = await answer(
-        context, resident, Query(q=asked, head_map=mapped, window=window, suffix=behind, sparse=blocks, want_lse=False)
-    )
+    asked_whole = Query(q=asked, head_map=mapped, window=window, suffix=behind, sparse=blocks, want_lse=False)
+    found = await answer(context, resident, asked_whole, may_leave=False)
     attention(context).slots.recount(sid, layer)  # block means may be kept now
     return found
 

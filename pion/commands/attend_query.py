@@ -10,7 +10,7 @@ from pion.commands import attend_core as core
 from pion.commands.attend_common import KEYS, LAYER, SID
 from pion.commands.vstore_common import wrong_arity
 from pion.context import Context
-from pion.replies import Buffer, Reply
+from pion.replies import Buffer
 
 
 def place(context: Context, argv: list[Buffer]) -> tuple[bytes, int]:
@@ -29,25 +29,25 @@ def _split(argv: list[Buffer], names: tuple[str, ...], blobs: int) -> tuple[list
     return numbers, argv[first : first + blobs], window
 
 
-async def query(context: Context, argv: list[Buffer]) -> Reply:
+async def query(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.PREFIX.QUERY <sid> <layer> <H> <D> <top_k> <Q> [<fa_window>]."""
     (heads, head_dim, top_k), (q,), window = _split(argv, ("H", "D", "top_k"), 1)
     return await core.query(context, *place(context, argv), heads, head_dim, top_k, window, q)
 
 
-async def query_fused(context: Context, argv: list[Buffer]) -> Reply:
+async def query_fused(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.PREFIX.QUERY_FUSED <sid> <layer> <H_q> <D> <S_suf> <H_kv> <Q> <K_suf> <V_suf> <head_map> [<fa_window>]."""
     (heads, head_dim, rows, kv_heads), blobs, window = _split(argv, ("H_q", "D", "S_suf", "H_kv"), 4)
     return await core.query_fused(context, *place(context, argv), heads, head_dim, rows, kv_heads, window, *blobs)
 
 
-async def query_sparse(context: Context, argv: list[Buffer]) -> Reply:
+async def query_sparse(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.PREFIX.QUERY_SPARSE <sid> <layer> <H> <D> <K_sparse_max> <Q> <indices> <counts> [<fa_window>]."""
     (heads, head_dim, most), blobs, window = _split(argv, ("H", "D", "K_sparse_max"), 3)
     return await core.query_sparse(context, *place(context, argv), heads, head_dim, most, window, *blobs)
 
 
-async def query_sparse_auto(context: Context, argv: list[Buffer]) -> Reply:
+async def query_sparse_auto(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.PREFIX.QUERY_SPARSE_AUTO <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <head_map> [<fa_window>]."""
     numbers, (q, head_map), window = _split(argv, ("H_q", "D", "B", "K_top", "H_kv"), 2)
     heads, head_dim, block, top, kv_heads = numbers
@@ -55,7 +55,7 @@ async def query_sparse_auto(context: Context, argv: list[Buffer]) -> Reply:
     return await core.query_sparse_auto(context, sid, layer, heads, head_dim, block, top, kv_heads, window, q, head_map)
 
 
-async def query_sparse_auto_fused(context: Context, argv: list[Buffer]) -> Reply:
+async def query_sparse_auto_fused(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <S_suf> <Q> <K_suf> <V_suf>
     <head_map> [<fa_window>].
     """

@@ -38,7 +38,7 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
     return attention(context).drop(name(argv[1], "sid"))
 
 
-async def query_batch(context: Context, argv: list[Buffer]) -> Reply:
+async def query_batch(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.QUERYBATCH <H> <N> <D> <top_k> <Q> <K> <V>."""
     heads, rows, head_dim = (integer(value, what, 1) for value, what in zip(argv[1:4], ("H", "N", "D"), strict=True))
     top_k = integer(argv[4], "top_k")

@@ -39,12 +39,13 @@ class ComputeError(CommandError):
 
 @attrs.define(eq=False)
 class _Job:
-    """A query, or a function. `task` is who waits; None once nobody does."""
+    """A query, or a function. Either `task` waits for it, None once nobody does, or `done` is called on the thread."""
 
     resident: Resident | None = None
     query: Query | None = None
     function: Callable[[Backend], Any] | None = None
     task: trio.lowlevel.Task | None = None
+    done: Callable[[Any, BaseException | None], None] | None = None
     answer: Any = None
     error: BaseException | None = None
 
@@ -57,7 +58,13 @@ class ComputeWorker:
 
     def __init__(self, make: Callable[[], Backend], *, queue: int) -> None:
         self._make = make
-        self._room = trio.Semaphore(queue, max_value=queue)
+        self._queue = queue
+        self._open_jobs = 0
+        """Queued and being computed."""
+        self._lot = trio.lowlevel.ParkingLot()
+        """Who waits for a place in the queue."""
+        self._full = False
+        """Somebody waits there, and the thread is to say when there is a place."""
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._computing: Sequence[_Job] = ()
@@ -104,6 +111,7 @@ class ComputeWorker:
                 wake, self._sleeping = self._sleeping, False
             if wake:
                 self._wake.release()
+            self._lot.unpark_all()
             self._refuse(jobs)
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True) as scope:
                 await self._ended.wait()
@@ -127,6 +135,19 @@ class ComputeWorker:
         answer: Attended = await self._ask(_Job(resident=resident, query=query))
         return answer
 
+    def submit(
+        self, resident: Resident, query: Query, done: Callable[[Attended | None, BaseException | None], None]
+    ) -> Callable[[], None] | None:
+        """Have a query answered and `done` called with the answer or an error, on the thread, without an await.
+
+        Returns a function that takes it out of the queue again, if it waits there. None, and nothing is queued, if
+        there is no place or the worker doesn't run: `attend` then waits, or says why not. `done` must not raise.
+        """
+        job = _Job(resident=resident, query=query, done=done)
+        if not self._open or self._lot or not self._offer(job):
+            return None
+        return lambda: self._remove(job)
+
     async def call(self, function: Callable[[Backend], T]) -> T:
         """Anything else on the thread, in its turn. What it raises is raised here.
 
@@ -136,37 +157,57 @@ class ComputeWorker:
         return answer
 
     async def _ask(self, job: _Job) -> Any:
-        try:
-            self._room.acquire_nowait()  # without a checkpoint: waiting for the answer is one
-        except trio.WouldBlock:
-            await self._room.acquire()
-        try:
-            job.task = trio.lowlevel.current_task()
-            with self._lock:
-                if not self._open:
-                    raise ComputeError("attention is not available: the server is starting or stopping")
-                self._jobs.append(job)
-                wake, self._sleeping = self._sleeping, False
-            if wake:
-                self._wake.release()
-            await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: self._give_up(job))
-        finally:
-            self._room.release()
+        job.task = trio.lowlevel.current_task()
+        placed = not self._lot and self._offer(job)
+        while not placed:
+            self._full = True
+            await self._lot.park()
+            placed = self._offer(job)
+        # No checkpoint in between: waiting for the answer is one.
+        await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: self._give_up(job))
         if job.error is not None:
             raise job.error
         return job.answer
 
+    def _offer(self, job: _Job) -> bool:
+        """Queue a job; False if there is no place. Raises ComputeError if the worker doesn't run."""
+        with self._lock:
+            if not self._open:
+                raise ComputeError("attention is not available: the server is starting or stopping")
+            if self._open_jobs >= self._queue:
+                self._full = True  # under the lock, so that the thread can't miss it
+                return False
+            self._jobs.append(job)
+            self._open_jobs += 1
+            wake, self._sleeping = self._sleeping, False
+        if wake:
+            self._wake.release()
+        return True
+
+    def _remove(self, job: _Job) -> None:
+        with self._lock:
+            if job not in self._jobs:  # by identity
+                return
+            self._jobs.remove(job)
+            self._open_jobs -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """There are places: as many as wait try again, in their order."""
+        self._lot.unpark(count=max(0, self._queue - self._open_jobs))
+        self._full = bool(self._lot)
+
     def _give_up(self, job: _Job) -> trio.lowlevel.Abort:
         job.task = None
-        with self._lock:
-            if job in self._jobs:  # by identity
-                self._jobs.remove(job)
+        self._remove(job)
         return trio.lowlevel.Abort.SUCCEEDED
 
     def _deliver(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             task, job.task = job.task, None
-            if task is not None:
+            if job.done is not None:
+                job.done(None, job.error)
+            elif task is not None:
                 trio.lowlevel.reschedule(task)
 
     def _refuse(self, jobs: Sequence[_Job]) -> None:
@@ -179,16 +220,25 @@ class ComputeWorker:
     def _compute(self) -> None:
         while (jobs := self._next()) is not None:
             self._answer(jobs)
-            if not self._on_loop(self._deliver, jobs):
+            for job in jobs:
+                if job.done is not None:
+                    job.done(job.answer, job.error)
+            waited_for = [job for job in jobs if job.done is None]
+            if waited_for and not self._on_loop(self._deliver, waited_for):
                 return
-            del jobs  # what was answered must not be kept until the next job comes
+            # What was answered must not be kept until the next job comes.
+            del jobs, job, waited_for
         self._on_loop(self._ended.set)
 
     def _next(self) -> list[_Job] | None:
         """Wait for the first job, and take what can be answered with it. None: it is over."""
         while True:
             with self._lock:
+                self._open_jobs -= len(self._computing)
                 self._computing = ()
+                full, self._full = self._full, False
+                if full:
+                    self._on_loop(self._admit)
                 if self._jobs:
                     self._computing = jobs = self._take()
                     return jobs

@@ -27,25 +27,26 @@ import trio
 from pion.context import Context, Services, Session
 from pion.dispatch import Dispatcher
 from pion.errors import ConnectionLostError, OutOfMemoryError, ProtocolError
+from pion.later import Later
 from pion.limits import (
     COMMANDS_PER_TURN,
     INLINE_ARG_BYTES,
-    LONG_REPLY_ITEMS,
     PAYLOAD_SLICE_BYTES,
     READ_CHUNK_BYTES,
     RECEIVE_GRACE_S,
     RECEIVE_TURN_NS,
     TURN_NS,
 )
+from pion.net.encoding import Encoding
 from pion.net.lanes import MakeLane, RespLane
+from pion.net.leaving import Leaving
 from pion.net.outbox import FLUSH_BYTES, Outbox
 from pion.net.polling import BusyPoll
-from pion.net.sending import Sender, size_of
+from pion.net.sending import Sender
 from pion.net.table import ConnectionTable, Phase
 from pion.net.transport import Transport, linger
-from pion.protocol.encode import Part
 from pion.protocol.incoming import LATER
-from pion.replies import ErrorReply, Map
+from pion.replies import ErrorReply
 
 logger = logging.getLogger("pion.net")
 
@@ -82,6 +83,7 @@ class Connection:
             kill=self.kill,
             reserve=self._reserve_queued,
             peer_left=transport.peer_left,
+            leaves=True,
         )
         self.session.unlogged = []
         self._context = Context(self.session, services, dispatcher)
@@ -98,16 +100,18 @@ class Connection:
         self._outbox = Outbox(transport, self.sender, lane.error_instead, dispatcher.count_refused, self._replies_sent)
         self._waited = False
         """The payload that memory is asked for has been waited for: it gets some now or never."""
+        self._encoding = Encoding(lane, self._context, self._breathe)
+        self._leaving = Leaving(transport, self._outbox, self._parser, self._encoding, lambda: table.draining)
         self._maybe_more = False
         self._busy_poll = BusyPoll(table.dialogue)
         self._phase = Phase.RUNNING
 
     @property
     def phase(self) -> Phase:
-        """What the connection waits for."""
+        """What the connection waits for; RUNNING while the log or a thread has its replies."""
         if self.sender.blocked:
             return Phase.SENDING
-        return Phase.RUNNING if self._outbox.left else self._phase  # the log has its replies
+        return Phase.RUNNING if self._outbox.left or self._leaving.unsent else self._phase
 
     @property
     def progress(self) -> int:
@@ -143,12 +147,19 @@ class Connection:
     def kill(self) -> None:
         """End the connection at once: nothing more is sent."""
         self.killed = True
+        self._leaving.withdraw()
         self._transport.close()
         self._scope.cancel()
 
     def close_idle(self) -> None:
         """End a connection that waits for its next request."""
+        self._leaving.withdraw()
         self._transport.close()
+
+    def settle(self) -> None:
+        """Have the reply accounted for that a thread has sent, so that nothing is kept for it."""
+        if self._leaving.over:
+            self._transport.interrupt()
 
     def take_any_byte(self) -> None:
         """Wake up for whatever part of a payload has arrived, so that a slow sender isn't taken for a silent one."""
@@ -174,6 +185,7 @@ class Connection:
             self._close()
 
     def _close(self) -> None:
+        self._leaving.withdraw()
         self._transport.close()
         # Payloads must go now, not when the garbage collector finds the cycle between a connection and its parser.
         self._outbox.close()
@@ -211,6 +223,7 @@ class Connection:
                         break
                 elif (table.draining and parser.between_requests) or not await self._receive():
                     break
+            await self._leaving.settle()
             await self._outbox.flush()
         except ProtocolError as error:
             self._dispatcher.count_refused(error.code)
@@ -240,19 +253,11 @@ class Connection:
             elif type(reply) is small:
                 out.append(reply.wire)
             else:
-                try:
-                    if (type(reply) is list and len(reply) > LONG_REPLY_ITEMS) or (
-                        type(reply) is Map and len(reply.pairs) > LONG_REPLY_ITEMS
-                    ):
-                        await self._encode_long(reply, out)
-                    else:
-                        lane.encode(reply, session.resp, out)
-                except TypeError as error:
-                    del out[first:]
-                    reply = lane.unsendable(context, argv, error)
-                    lane.encode(reply, session.resp, out)
-                # A single part is bytes; a memoryview or a stream comes between a header and a line end.
-                outbox.nbytes += len(out[first]) if len(out) == first + 1 else size_of(out, first)  # type: ignore[arg-type]
+                if type(reply) is Later:
+                    if argv is requests[-1] and not (refused or self._reserved) and self._leaving.leave(argv, reply):
+                        break
+                    reply = await self._encoding.finish(argv, reply)
+                await self._encoding.append(argv, reply, outbox)
             if session.unlogged:
                 outbox.unlogged.append((first, len(out), session.unlogged))
                 session.unlogged = []
@@ -264,11 +269,10 @@ class Connection:
                 if session.closing:
                     return
                 await self._yield()
-        if refused is not None:
-            if session.reply_off or session.reply_skip:
-                session.reply_skip -= session.reply_skip > 0
-            else:
-                lane.encode(lane.refusal(refused, self._refuse(refused)), session.resp, out)
+        if refused is not None and session.reply_skip:
+            session.reply_skip -= 1
+        elif refused is not None and not session.reply_off:
+            lane.encode(lane.refusal(refused, self._refuse(refused)), session.resp, out)
         if not outbox.unlogged or len(outbox.unlogged) >= COMMANDS_PER_TURN or type(reply) is not small:
             await self._outbox.flush()
         # Else more may have arrived that the log can take along.
@@ -277,13 +281,9 @@ class Connection:
         if self._commands >= COMMANDS_PER_TURN:
             await self._yield()
 
-    async def _encode_long(self, reply: Any, out: list[Part]) -> None:
-        """Encode what may take more than a turn, such as EXEC's array. Cancellation: the connection must close."""
-        resp, encode = self.session.resp, self._lane.encode
-        for index, item in enumerate(self._lane.begin_long(reply, resp, out)):
-            encode(item, resp, out)
-            if not index % 16 and perf_counter_ns() > self._turn_end_ns:
-                await self._yield()
+    async def _breathe(self) -> None:
+        if perf_counter_ns() > self._turn_end_ns:
+            await self._yield()
 
     def _release_payload(self) -> None:
         """Give back what a batch reserved, once it ran and its replies are sent.
@@ -335,8 +335,8 @@ class Connection:
         if perf_counter_ns() > self._turn_end_ns:
             await self._yield()
         data = transport.recv_nowait(READ_CHUNK_BYTES) if self._maybe_more else None
-        outbox = self._outbox
-        if data is None:
+        outbox, leaving = self._outbox, self._leaving
+        if data is None and not leaving.some:
             if outbox.unlogged and not outbox.leave():
                 await self._outbox.flush()
             if not self._maybe_more and not outbox.left:
@@ -348,9 +348,15 @@ class Connection:
             if outbox.parts and not outbox.unlogged:
                 await self._outbox.flush()  # the log could send a part only
             self._phase = Phase.RUNNING
+            if leaving.over:
+                await leaving.settle()
+                if self._table.draining:
+                    return False
             self._commands = 0
             self._turn_end_ns = perf_counter_ns() + TURN_NS
             data = transport.recv_nowait(READ_CHUNK_BYTES)
+        if leaving.some:
+            await leaving.settle()
         # After a short read the socket is most likely empty: there is no use in asking at once.
         self._maybe_more = len(data) == READ_CHUNK_BYTES
         self._received += len(data)

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from pion.context import Context, Services
 from pion.dispatch import Dispatcher
 from pion.errors import PionError
+from pion.later import Later
 from pion.protocol.binary import BinaryParser, BinaryRefused, BinaryRequest
 from pion.protocol.binary_answers import Answer, Short, answer_to, encode_answer, error_frame, error_instead
 from pion.protocol.encode import Part, array_header, encode, error_line, map_header
@@ -87,7 +88,10 @@ class Lane(Protocol):
 
     @property
     def execute(self) -> Callable[[Context, Any], Awaitable[Any]]:
-        """The reply to a request. Cancellation: as `Dispatcher.execute`."""
+        """The reply to a request, or a `Later`. Cancellation: as `Dispatcher.execute`."""
+
+    def answer(self, request: Any, reply: Any) -> Any:
+        """A handler's reply as `execute` returns it."""
 
     def encode(self, reply: Any, resp: int, out: list[Part]) -> None:
         """Append a reply's buffers. Raises `TypeError` for what is no reply."""
@@ -130,6 +134,10 @@ class RespLane:
         )
 
     encode = staticmethod(encode)
+
+    def answer(self, request: Request, reply: Reply) -> Reply:
+        """See `Lane`."""
+        return reply
 
     def begin_long(self, reply: Map | list[Reply], resp: int, out: list[Part]) -> Iterable[object]:
         """See `Lane`."""
@@ -175,9 +183,14 @@ class BinaryLane:
         )
         self.parser: Parser = self._parser
 
-    async def execute(self, context: Context, request: BinaryRequest) -> Answer | Short:
+    async def execute(self, context: Context, request: BinaryRequest) -> Answer | Short | Later:
         """See `Lane`."""
-        return answer_to(request, await self._dispatcher.execute_packed(context, request))
+        reply = await self._dispatcher.execute_packed(context, request)
+        return reply if type(reply) is Later else answer_to(request, reply)
+
+    def answer(self, request: BinaryRequest, reply: Any) -> Answer | Short:
+        """See `Lane`."""
+        return answer_to(request, reply)
 
     def encode(self, reply: Answer | Short, resp: int, out: list[Part]) -> None:
         """See `Lane`."""

@@ -46,12 +46,12 @@ class Outbox:
     __slots__ = (
         "_count_refused",
         "_error_instead",
-        "_sender",
         "_transport",
         "_when_sent",
         "left",
         "nbytes",
         "parts",
+        "sender",
         "unlogged",
     )
 
@@ -64,7 +64,7 @@ class Outbox:
         when_sent: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._sender = sender
+        self.sender = sender
         self._error_instead = error_instead
         self._count_refused = count_refused
         self._when_sent = when_sent
@@ -90,11 +90,11 @@ class Outbox:
             data = b"".join(parts)  # type: ignore[arg-type]  # no Stream among them
             sent = self._transport.send_nowait(data)
             if sent == len(data):
-                self._sender.progress += 1
+                self.sender.progress += 1
             else:
-                await self._sender.send(data, sent or 0)
+                await self.sender.send(data, sent or 0)
         else:
-            await self._sender.send_parts(parts, nbytes)
+            await self.sender.send_parts(parts, nbytes)
         parts.clear()
         self.nbytes = 0
 
@@ -142,5 +142,5 @@ class Outbox:
             self.parts.append(data[sent:])
             self._transport.interrupt()
             return
-        self._sender.progress += 1
+        self.sender.progress += 1
         self._when_sent()

@@ -200,6 +200,7 @@ class ConnectionTable:
         for connection, (seen, since_s) in list(self._connections.items()):
             if self._never_authenticates(connection, now_s):
                 continue
+            connection.settle()
             phase, progress = connection.phase, connection.progress
             if progress != seen or phase is Phase.RUNNING:
                 self._connections[connection] = (progress, now_s)
