@@ -24,6 +24,7 @@ TURN = 20
 """Calls of one arm before the next arm's turn."""
 TURNS = 25
 SID = "bench"
+AFTER_A_QUERY = "echo right after a query"
 CLIENTS = 8
 SECONDS = 4.0
 CLOSE_TO_FLOAT64 = 1e-4
@@ -38,7 +39,8 @@ METHOD = (
     "read each byte once: the least time that any attention can take here.",
     "round trip: from sending the request to the last byte of the answer. overhead: a turn's round trip less what the "
     "server computed in it. echo: the bare Trio server, a request and an answer of the same lengths as on the binary "
-    "lane.",
+    "lane, one after the other; echo right after a query: between two of them the server computes, which takes both "
+    "processes out of the processor's caches and their cores out of step, as it does for the query's own round trip.",
     "M single calls: the M queries of one batched call, one after the other over the same lane.",
     f"{CLIENTS} clients: each sends its next query as soon as it has its answer; one process drives them all.",
     "Before timing, each arm's answer is compared with float64.",
@@ -90,7 +92,8 @@ def _measure(report: Report, shape: Shape, turns: int, calls: int, port: int, bi
         single = Shape(shape.heads, shape.rows, shape.dim)
         one = Trip(binary, attend.binary_query(SID, single, q[:, :1].copy()), attend.binary_answer_bytes(single))
 
-        times: dict[str, list[float]] = {name: [] for name in ("RESP", "binary lane", "echo", *local, "M single calls")}
+        names = ("RESP", "binary lane", "echo", AFTER_A_QUERY, *local, "M single calls")
+        times: dict[str, list[float]] = {name: [] for name in names}
         server: list[float] = []
         overhead: dict[str, list[float]] = {"RESP": [], "binary lane": []}
 
@@ -111,12 +114,22 @@ def _measure(report: Report, shape: Shape, turns: int, calls: int, port: int, bi
 
             return arm
 
+        def echo_after_a_query() -> None:
+            took = []
+            for _ in range(calls):
+                trips["binary lane"]()
+                start = perf_counter_ns()
+                trips["echo"]()
+                took.append(perf_counter_ns() - start)
+            times[AFTER_A_QUERY].append(percentile(sorted(took), 0.5) / 1000)
+
         def singles() -> None:
             for _ in range(shape.queries):
                 one()
 
         arms = {name: turn(name, trip, calls) for name, trip in trips.items()}
         arms |= {name: turn(name, call, calls) for name, call in local.items()}
+        arms[AFTER_A_QUERY] = echo_after_a_query
         if shape.queries > 1:
             arms["M single calls"] = turn("M single calls", singles, 1)
         interleave(arms, turns)
@@ -138,6 +151,11 @@ def _measure(report: Report, shape: Shape, turns: int, calls: int, port: int, bi
         added["binary lane"] / medians["echo"],
         against="bare Trio echo",
         target=at_most(3) if judged else None,
+    )
+    report.find(
+        f"{what}: overhead, binary lane",
+        added["binary lane"] / medians[AFTER_A_QUERY],
+        against="the echo right after a query",
     )
     report.find(
         f"{what}: overhead, binary lane",

@@ -1,9 +1,13 @@
-"""Transfers of 1, 8 and 32 MiB in the stored format: Pion, Redis, and a bare blocking socket as the bound."""
+"""Transfers of 1, 8 and 32 MiB in the stored format: Pion, Redis, and a bare blocking socket as the bound.
+
+And a whole prefix by Pion's client: over the binary lane and over RESP.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +18,7 @@ from benchmarks._lib.memory import filled
 from benchmarks._lib.raw import RawClient, request, request_head
 from benchmarks._lib.report import Report, Target, at_least
 from benchmarks._lib.stats import interleave
+from pion.client import Layer, PionClient
 
 MIB = 1 << 20
 SIZES = {1: 20, 8: 10, 32: 8}
@@ -24,6 +29,10 @@ STARTS = 5
 
 DIM = 1024
 ROW_BYTES = 4 * DIM
+
+PREFIX_TOKENS, PREFIX_LAYERS, PREFIX_DIM = 1024, 30, 192
+"""A prefix as SmolLM2-135M makes it, in fp32: 47 MB."""
+PREFIX_ROUNDS = 30
 
 METHOD = (
     "Client on one core, servers on the other. Every server runs in a process of its own; runs are interleaved, and "
@@ -37,6 +46,8 @@ METHOD = (
     "SET; each replaces the value before it. Redis runs with --save '' --appendonly no.",
     "redis-py: redis.Redis().get and .set, with its hiredis parser if that is installed.",
     "A ratio is the other arm's median time over Pion's: 1.8 x is 1.8 times the throughput.",
+    f"prefix: {PREFIX_LAYERS} layers, K and V, of {PREFIX_TOKENS:,} tokens x {PREFIX_DIM}, fp32, by "
+    "PionClient.prefix_fetch into fresh arrays, over either lane.",
 )
 
 Arm = Callable[[], object]
@@ -61,7 +72,32 @@ def run(quick: bool) -> Report:
             if name != "Pion":
                 target = _target(direction, mib, lane, name)
                 report.find(f"{what}: Pion", medians[name] / medians["Pion"], against=name, target=target)
+    with pin.pinned(pin.CLIENT):
+        _prefix(report, 1 if quick else PREFIX_ROUNDS)
     return report
+
+
+def _prefix(report: Report, rounds: int) -> None:
+    """`PionClient.prefix_fetch` of a whole prefix, into fresh arrays, over both lanes."""
+    side = np.random.default_rng(1).standard_normal((PREFIX_TOKENS, PREFIX_DIM), np.float32)
+    widths = f"fp32@{PREFIX_DIM}*{PREFIX_LAYERS}"
+    what = f"fetch a prefix of {2 * PREFIX_LAYERS * side.nbytes / 1e6:.0f} MB"
+    with peers.pion(unix=False) as peer, ExitStack() as stack:
+        lanes = {
+            name: stack.enter_context(PionClient(port=peer.port, lane=lane))
+            for name, lane in (("binary lane", "binary"), ("RESP", "resp"))
+        }
+        lanes["RESP"].store_prefix("bulk", widths, widths, [Layer(side, -side)] * PREFIX_LAYERS, PREFIX_TOKENS)
+        for name, client in lanes.items():
+            for rows, expected in zip(client.prefix_fetch("bulk"), [side, -side] * PREFIX_LAYERS, strict=True):
+                if rows.tobytes() != expected.tobytes():
+                    raise AssertionError(f"{name} delivered other rows than were stored")
+        arms = {name: _discard(partial(client.prefix_fetch, "bulk")) for name, client in lanes.items()}
+        taken = interleave(arms, rounds)
+    medians = {
+        name: report.samples(what, name, "ms", [each * 1000 for each in seconds]).p50 for name, seconds in taken.items()
+    }
+    report.find(f"{what}: binary lane", medians["RESP"] / medians["binary lane"], against="RESP", target=at_least(1))
 
 
 def _measure(report: Report, times: Times, quick: bool) -> None:

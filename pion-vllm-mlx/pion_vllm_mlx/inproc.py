@@ -97,6 +97,12 @@ class PrefixKVCache(KVCache):
         """A plain KVCache: it begins with nothing that is held."""
         return KVCache.from_state(state)
 
+    def __copy__(self) -> Any:
+        """A plain KVCache that shares the memory until one of them writes: the loan stays with this one."""
+        plain = KVCache()
+        plain.keys, plain.values, plain.offset = self.keys[:], self.values[:], self.offset
+        return plain
+
     def __deepcopy__(self, memo: Any) -> Any:
         """A plain KVCache with the same rows."""
         plain = KVCache()

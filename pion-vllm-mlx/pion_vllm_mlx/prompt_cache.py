@@ -244,7 +244,8 @@ class PionPromptCache(PrefixAttention):
         hits, partial_hits, misses, hit_rate; fetch_ms_total, store_ms_total, prefill_ms_total; tokens_restored,
         tokens_prefilled; bytes_fetched, bytes_stored; stored, not_stored (prefixes); waited (for another client's
         prefill); mismatches (something else was found under the name); fallbacks (went on without the server). With
-        stage2 also attend_calls (questions about attention) and cold_rehydrates (see `cold_rehydrates_observed`).
+        stage2 also attend_calls (questions about attention that were sent) and cold_rehydrates (see
+        `cold_rehydrates_observed`).
         """
         stats = {**self._counters.as_dict(), "fallbacks": self._link.failures}
         if self._stage2 is not None:

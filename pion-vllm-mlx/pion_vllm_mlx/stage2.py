@@ -11,9 +11,8 @@ import attrs
 import numpy as np
 
 from pion.client import PionClient
-from pion.client.errors import ServerError
 from pion_vllm_mlx import observing
-from pion_vllm_mlx.attending import Attending, uniform_heads
+from pion_vllm_mlx.attending import Attending, Target, check_width, uniform_heads
 from pion_vllm_mlx.claims import Namespace
 from pion_vllm_mlx.finding import Finder
 from pion_vllm_mlx.fingerprint import Identity
@@ -95,10 +94,12 @@ class PrefixAttention:
 
         As the four methods below: NumPy float32 arrays; rows that are cold, or missing after a restart, are warmed and
         the question is asked once more; with `fallback` the answer is None when the server gives none, else its error
-        is raised. Needs `stage2=True` (ValueError).
+        is raised. Raises ValueError without `stage2=True` and for a `q` that isn't as wide as the model's heads, and
+        UnsupportedAttentionError for a model whose rows the server can't attend to; nothing is asked then.
         """
         return self._ask(
             namespace,
+            q,
             lambda client, session: client.attend_query(session, layer, q, top_k=top_k, window=window, lse=lse),
         )
 
@@ -108,6 +109,7 @@ class PrefixAttention:
         """As `attend_query`, over the prefix and a suffix that travels along: `PionClient.attend_query_fused`."""
         return self._ask(
             namespace,
+            q,
             lambda client, session: client.attend_query_fused(session, layer, q, keys, values, head_map, window=window),
         )
 
@@ -117,6 +119,7 @@ class PrefixAttention:
         """As `attend_query`, over the rows that `indices` names: `PionClient.attend_query_sparse`."""
         return self._ask(
             namespace,
+            q,
             lambda client, session: client.attend_query_sparse(session, layer, q, indices, counts, window=window),
         )
 
@@ -127,6 +130,7 @@ class PrefixAttention:
         heads, _ = uniform_heads(self._context().slots)
         return self._ask(
             namespace,
+            q,
             lambda client, session: client.attend_query_sparse_auto(
                 session, layer, q, head_map, block=block, top=top, kv_heads=heads, window=window
             ),
@@ -148,6 +152,7 @@ class PrefixAttention:
         """As `attend_query_sparse_auto`, and a suffix: `PionClient.attend_query_sparse_auto_fused`."""
         return self._ask(
             namespace,
+            q,
             lambda client, session: client.attend_query_sparse_auto_fused(
                 session, layer, q, keys, values, head_map, block=block, top=top, window=window
             ),
@@ -199,14 +204,14 @@ class PrefixAttention:
             stored = context.stored_ids(meta)
             if stored is not None and ids is not None and not np.array_equal(stored, ids):
                 stored = None
-            strict = context.names(namespace, meta)
+            target = Target(namespace, context, context.names(namespace, meta), meta)
             if stored is not None:
-                stage2.attending.make_warm(server, namespace, context.slots, anew=not strict)
+                stage2.attending.make_warm(server, target)
         known = stored if stored is not None else ids
         if known is None:
             msg = f"nothing that this model computed is stored under {namespace!r}: call get_or_prefill first"
             raise LookupError(msg)
-        return RemotePrefix(self, context, namespace, known, meta if stored is not None else None, strict)
+        return RemotePrefix(self, target, known, stored is not None)
 
     # Parts
 
@@ -216,10 +221,13 @@ class PrefixAttention:
             raise ValueError(msg)
         return self._stage2
 
-    def _ask(self, namespace: Namespace, question: Callable[[PionClient, Namespace], T]) -> T | None:
-        stage2, slots = self._on(), self._context().slots
+    def _ask(self, namespace: Namespace, q: Any, question: Callable[[PionClient, Namespace], T]) -> T | None:
+        stage2 = self._on()
+        media, _ = stage2.known(namespace)
+        context = self._context(media)
+        check_width(q, context.slots)
         with self._link.operation(self._deadline_s(0)) as server:
-            return stage2.attending.ask(server, namespace, slots, question)
+            return stage2.attending.ask(server, Target(namespace, context), question)
 
     def _from_here(self, server: Operation, context: Context, name: Namespace, ids: TokenIds) -> list[Any] | None:
         """A prefix that is held here, if its name can stand for nothing else and the server, if any, has it too."""
@@ -229,7 +237,7 @@ class PrefixAttention:
         # A server that has lost it is to get it again.
         if not server.ask("LOOKUP", lambda client: client.prefix_lookup(name, tokens=len(ids)), otherwise=True):
             return None
-        self._stage2.attending.make_warm(server, name, context.slots)
+        self._stage2.attending.make_warm(server, Target(name, context, strict=True))
         self._counters.add(hits=1)
         return held.plain()
 
@@ -250,8 +258,7 @@ class PrefixAttention:
         self._stage2.remember(name, media, ids)
         self._stage2.held.keep(name, context.digest, ids, caches)
         if stored:
-            strict = name == context.namespace(ids)
-            self._stage2.attending.make_warm(server, name, context.slots, anew=not strict)
+            self._stage2.attending.make_warm(server, Target(name, context, name == context.namespace(ids)))
         return caches
 
 
@@ -260,45 +267,27 @@ class RemotePrefix:
     """A prefix on the server, for the caches of one generation. See `wire_cache.Remote`."""
 
     _pc: PrefixAttention
-    _context: Context
-    _name: Namespace
+    _target: Target
     ids: TokenIds
-    _meta: bytes | None
-    """Of what the server had when the generation began; None if that was nothing of ours, and it isn't asked."""
-    _strict: bool
-    """The name is derived from the content, so it never stands for anything else."""
+    _stored: bool
+    """The server had it when the generation began; else it isn't asked."""
 
     @property
     def tokens(self) -> int:
         """Rows of the prefix."""
         return len(self.ids)
 
-    def attend(self, first: bool, question: Callable[[PionClient, Namespace], T]) -> T | None:
-        """See `wire_cache.Remote`.
-
-        A name of one's own may come to stand for something else, so it is looked at in each forward pass.
-        """
-        pc, meta = self._pc, self._meta
-        if meta is None:
+    def attend(self, question: Callable[[PionClient, Namespace], T]) -> T | None:
+        """See `wire_cache.Remote`."""
+        pc = self._pc
+        if not self._stored:
             return None
-        check = None if self._strict else self._check
-
-        def asked(client: PionClient, session: Namespace) -> T:
-            if first and check is not None:
-                check(client)
-            return question(client, session)
-
         with pc._link.operation(pc._deadline_s(0)) as server:
-            return pc._on().attending.ask(server, self._name, self._context.slots, asked, rows=check)
+            return pc._on().attending.ask(server, self._target, question)
 
     def rows(self) -> list[Any]:
         """The prefix as mlx-lm caches: fetched, else computed."""
-        pc = self._pc
+        pc, target = self._pc, self._target
         with pc._link.operation(pc._deadline_s(len(self.ids))) as server:
-            found, _ = pc._finder.exact(server, self._context, self._name, self.ids, count=False)
+            found, _ = pc._finder.exact(server, target.context, target.namespace, self.ids, count=False)
         return found.caches if found is not None else prefill(pc._model, self.ids, step=pc._step)
-
-    def _check(self, client: PionClient) -> None:
-        if client.prefix_meta(self._name) != self._meta:
-            msg = f"the prefix {self._name!r} was dropped or replaced during a generation"
-            raise ServerError(msg)

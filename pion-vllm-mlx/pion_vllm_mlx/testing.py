@@ -79,7 +79,7 @@ class NumpyRemote:
         self.calls: list[str] = []
         self.away = False
 
-    def attend(self, _first: bool, question: Any) -> Any:
+    def attend(self, question: Any) -> Any:
         """See `wire_cache.Remote`."""
         return None if self.away else question(self, "session")
 

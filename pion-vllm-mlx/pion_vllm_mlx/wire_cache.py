@@ -35,8 +35,8 @@ class Remote(Protocol):
     def tokens(self) -> int:
         """Rows of the prefix."""
 
-    def attend(self, first: bool, question: Callable[[PionClient, Namespace], Any]) -> Any | None:
-        """The server's answer, or None when there is none. `first`: of the layers of this forward pass."""
+    def attend(self, question: Callable[[PionClient, Namespace], Any]) -> Any | None:
+        """The server's answer, or None when there is none. Every answer is of the rows that the prefix had."""
 
     def rows(self) -> list[Any]:
         """The prefix as mlx-lm caches, from wherever they can be had. May take as long as a prefill."""
@@ -150,8 +150,7 @@ class WireKVCache(AttentionCache, _BaseCache):
         if sent.shape[1] == 1:
             sent = np.repeat(sent, 2, axis=1)
         answer = self._prefix.remote.attend(
-            self._layer == 0,
-            lambda client, session: client.attend_query(session, self._layer, sent, lse=True),
+            lambda client, session: client.attend_query(session, self._layer, sent, lse=True)
         )
         if answer is None:
             return None
@@ -171,7 +170,7 @@ class WireKVCache(AttentionCache, _BaseCache):
                 session, self._layer, query, keys, values, head_map, block=sparse.block, top=sparse.top
             )
 
-        answer = self._prefix.remote.attend(self._layer == 0, question)
+        answer = self._prefix.remote.attend(question)
         return None if answer is None else mx.array(answer).reshape(1, heads, 1, -1)
 
     # As mlx-lm's other caches
@@ -217,8 +216,15 @@ class WireKVCache(AttentionCache, _BaseCache):
         """Memory of this process."""
         return int((self._here or self._suffix).nbytes)
 
+    def __copy__(self) -> WireKVCache:
+        """As a deep copy: two caches that write the same suffix would be of no use."""
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: Any) -> WireKVCache:
-        """Another suffix behind the same prefix."""
+        """Another suffix behind the same prefix, which all copies share, and its rows once they are here.
+
+        A copy made in the middle of a pass, or after one that failed there, is as useless as the original.
+        """
         held = self._here or self._suffix
         plain = KVCache()
         plain.offset = held.offset
@@ -226,5 +232,5 @@ class WireKVCache(AttentionCache, _BaseCache):
             plain.keys, plain.values = held.keys[:], held.values[:]
         copied = WireKVCache(self._prefix, self._layer, KVCache() if self._here is not None else plain)
         copied._here = plain if self._here is not None else None
-        copied._failed = self._failed
+        copied._failed = self._failed or self._fetched is not None
         return copied

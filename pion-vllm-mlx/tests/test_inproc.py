@@ -146,6 +146,25 @@ def test_copies_and_states_are_plain_caches(model):
     assert all(type(cache) is KVCache for cache in (*copied, *restored))
 
 
+def test_a_shallow_copy_writes_nothing_that_its_original_reads(model):
+    """Nor what the next generation gets: the loan stays with the original."""
+    held = hold(model)
+    caches = held.caches(PrefixKVCache)
+    copied = [copy.copy(cache) for cache in caches]
+    assert same_bits(copied, plain(model))
+    wanted = [plain(model) for _ in range(2)]
+    for passes in ([7], [13]), ([11, 12], [14, 15]):
+        for ids, each, want in zip(passes, (copied, caches), wanted, strict=True):
+            have, expected = (np.array(model(mx.array([ids]), cache=which)) for which in (each, want))
+            assert np.array_equal(have, expected)
+    del caches, each
+    gc.collect()
+    other = held.caches(PrefixKVCache)
+    for ids, each, want in (([8], other, plain(model)), ([9], copied, wanted[0])):
+        have, expected = (np.array(model(mx.array([ids]), cache=which)) for which in (each, want))
+        assert np.array_equal(have, expected)
+
+
 @pytest.mark.parametrize("make", [PrefixKVCache, lambda cell, n: SparsePrefixKVCache(cell, n, SparseAuto(8, 2))])
 def test_mlx_lm_saves_and_loads_them_as_plain_caches(model, tmp_path, make):
     path = str(tmp_path / "prompt.safetensors")

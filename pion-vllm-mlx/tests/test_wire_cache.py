@@ -130,9 +130,9 @@ def test_a_server_that_goes_away_in_the_middle_costs_no_token(model):
         remote, caches = wire(model)
         attend, left = remote.attend, [after]
 
-        def failing(first, question, attend=attend, left=left):
+        def failing(question, attend=attend, left=left):
             left[0] -= 1
-            return None if left[0] < 0 else attend(first, question)
+            return None if left[0] < 0 else attend(question)
 
         remote.attend = failing
         assert greedy(model, caches, REST, 6) == greedy(model, plain(model), REST, 6)
@@ -184,10 +184,10 @@ def test_a_pass_that_failed_in_the_middle_leaves_no_caches_to_go_on_with(model):
     remote, caches = wire(model)
     attend = remote.attend
 
-    def failing(first, question):
-        if not first:
+    def failing(question):
+        if remote.calls:
             raise ConnectionError
-        return attend(first, question)
+        return attend(question)
 
     remote.attend = failing
     with pytest.raises(ConnectionError):
@@ -198,16 +198,41 @@ def test_a_pass_that_failed_in_the_middle_leaves_no_caches_to_go_on_with(model):
             greedy(model, each, REST, 1)
 
 
-@pytest.mark.parametrize("away", [False, True])
-def test_a_deep_copy_is_another_suffix_behind_the_same_prefix(model, away):
+COPIES = {"shallow": lambda caches: [copy.copy(cache) for cache in caches], "deep": copy.deepcopy}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("away", [False, True, "later"])
+@pytest.mark.parametrize("before", [[], REST], ids=["no suffix", "a suffix"])
+def test_a_copy_is_another_suffix_behind_the_same_prefix(model, away, kind, before):
+    """Both go on, in turn, as if the other wasn't there; the prefix is fetched for both at once."""
     remote, caches = wire(model)
-    remote.away = away
-    model(mx.array(REST)[None], cache=caches)
-    other = copy.deepcopy(caches)
-    answers = [greedy(model, c, [7], 5) for c in (other, caches)]
-    want = plain(model)
-    model(mx.array(REST)[None], cache=want)
-    assert answers[0] == answers[1] == greedy(model, want, [7], 5)
+    fetched = []
+    rows = remote.rows
+    remote.rows = lambda: fetched.append(True) or rows()
+    remote.away = away is True
+    if before:
+        model(mx.array(before)[None], cache=caches)
+    copied = COPIES[kind](caches)
+    assert [cache.offset for cache in copied] == [len(PREFIX) + len(before)] * 2
+    remote.away = bool(away)
+    wanted = [plain(model, PREFIX + before) for _ in range(2)]
+    for passes in ([7], [13]), ([11, 12], [14, 15]):
+        for ids, each, want in zip(passes, (copied, caches), wanted, strict=True):
+            assert np.abs(logits(model, each, ids)[0] - logits(model, want, ids)[0]).max() < 2e-5
+    assert len(fetched) == bool(away)
+    assert [cache.trim(3) for cache in copied] == [3, 3]
+    assert [cache.offset for cache in caches] == [len(PREFIX) + len(before) + 3] * 2
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_made_after_a_pass_that_ended_between_its_cache_and_its_attention_is_useless(model, kind):
+    """Else the copy would go on with rows that the layers behind never got."""
+    _, caches = wire(model)
+    caches[0].update_and_fetch(*arrays())
+    for each in (COPIES[kind](caches), caches):
+        with pytest.raises((RuntimeError, UnsupportedAttentionError), match=r"make new ones|function of its own"):
+            greedy(model, each, REST, 1)
 
 
 def test_state_is_for_evaluating_and_can_not_be_set(model):
