@@ -146,6 +146,7 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "openelm": {
         "num_query_heads": [4, 8], "num_kv_heads": [2, 4], "ffn_multipliers": [1.0, 1.0], "ffn_dim_divisor": 8,
     },
+    "phi3small": {"vocab_size": 100352},  # it writes to the logits of 91 fixed tokens; MLX checks no bounds
     "phimoe": {"rope_scaling": None},
     "pixtral": {"text_config": TEXT | {"model_type": "llama"}},
     "plamo": {"n_shared_head": 2},
