@@ -167,8 +167,10 @@ def _commands(arguments: argparse.Namespace) -> int:
     for row in sorted(rows, key=lambda row: row.name):
         shown = row.syntax().replace("[", r"\[")
         table.add_row(shown, " ".join(codes.get(row.name.upper(), ())), registry.origin(row), row.summary)
+    if not rows:
+        raise StartupError(f"no command has {arguments.pattern} in its name; pion commands lists all that are loaded")
     _console().print(table)
-    return 0 if rows else 1
+    return 0
 
 
 def _plugins(arguments: argparse.Namespace) -> int:
@@ -207,6 +209,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     table = _table("what", "found")
     for what, found in device.report():
-        table.add_row(what, found)
+        table.add_row(what, found.replace("[", r"\["))  # what is in brackets would be taken for markup
     _console().print(table)
     return 0

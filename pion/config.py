@@ -99,7 +99,7 @@ class Config:
 
     # What is loaded
     kvcache: bool = option(
-        False, "load the KV-cache families only (connection, server, stats, vstore, kvprefix)", group="plugins"
+        False, "load all families but the attention indexes, and what is installed as a plugin", group="plugins"
     )
     plugins: str = option(
         "", "which plugins: all, all,-name or a list of names; decides over --kvcache", group="plugins", unit="list"

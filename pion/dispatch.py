@@ -146,7 +146,8 @@ class Dispatcher:
     ) -> Reply | Later:
         """Call the handler of an entry that passed the checks, and account for it.
 
-        A `Later` is returned as it is, and accounted for when this is called again with it: it is waited for then.
+        A `Later` is returned as it is, and accounted for when this is called again with it: it is waited for then. Or,
+        if its reply was sent meanwhile, by `answered`.
         """
         counter = entry.counter
         if later is None:
@@ -183,14 +184,22 @@ class Dispatcher:
                 self._monitor.count_error(reply.code)
             elif type(reply) is Later:
                 reply.entry, reply.start_ns = entry, start
-                return reply
-        ended = perf_counter_ns() if later is None else later.ended_ns
-        context.session.ended_ns = ended
-        elapsed = ended - start
-        counter.total_ns += elapsed
+                if context.session.may_leave:
+                    return reply
+                return await self.run(context, entry, argv, reply)  # the handler did not ask
+        self._account(context, entry, argv, start, perf_counter_ns() if later is None else later.ended_ns)
+        return reply
+
+    def answered(self, context: Context, argv: list[Buffer], later: Later) -> None:
+        """Account for a `Later` whose reply another thread has sent: it is not waited for then."""
+        self._account(context, later.entry, argv, later.start_ns, later.ended_ns)
+
+    def _account(self, context: Context, entry: Entry, argv: list[Buffer], start_ns: int, ended_ns: int) -> None:
+        context.session.ended_ns = ended_ns
+        elapsed = ended_ns - start_ns
+        entry.counter.total_ns += elapsed
         if elapsed >= self._monitor.slower_than_ns:
             self._record_slow(context, entry.command, argv, elapsed)
-        return reply
 
     async def _run_within(self, context: Context, entry: Entry, argv: list[Buffer]) -> Reply | Later:
         """Run a command that needs memory and disk once there is room for it. Raises PionError, and as the handler.
@@ -303,8 +312,6 @@ class Dispatcher:
         try:
             for entry, argv in transaction.queue:
                 reply: Any = await self.run(context, entry, argv)
-                if type(reply) is Later:  # the handler did not ask whether it may leave its reply
-                    reply = await self.run(context, entry, argv, reply)
                 if type(reply) is not Simple:
                     try:
                         size = held_bytes(reply)

@@ -52,7 +52,7 @@ class Later:
         self.withdraw: Callable[[], None] | None = None
         """Called when nobody wants the reply any more and it is not complete."""
         self.make: Callable[[Any], Any] | None = None
-        """Makes the reply out of what it is completed with; called on the thread that sends, or by who waits."""
+        """Makes the reply out of what it is completed with; called once, on the thread that sends or by who waits."""
         self.over = False
         """It is complete."""
         self.ended_ns = 0
@@ -64,8 +64,10 @@ class Later:
     # On any thread.
 
     def complete(self, found: Any, error: BaseException | None = None) -> None:
-        """Give the reply, or the error in its place; once."""
+        """Give the reply, or the error in its place. The first call counts, later ones do nothing."""
         with self._lock:
+            if self.over:
+                return
             self._reply, self._error = found, error
             self.ended_ns = perf_counter_ns()
             self.over = True
@@ -73,7 +75,9 @@ class Later:
             self._send = self._tell = None
             if send is not None and error is None:
                 try:
-                    if send(found if self.make is None else self.make(found)):
+                    if self.make is not None:
+                        self._reply, self.make = self.make(found), None
+                    if send(self._reply):
                         tell = self._reply = None
                 except Exception:  # the task meets the same error, where it can be answered
                     logger.debug("a reply could not be sent from its own thread", exc_info=True)
@@ -104,20 +108,26 @@ class Later:
     def abandon(self) -> None:
         """Nobody wants the reply any more. It need not be computed, if that has not begun."""
         self.take_back()
-        if not self.over and self.withdraw is not None:
-            self.withdraw()
+        withdraw, self.withdraw = self.withdraw, None
+        if not self.over and withdraw is not None:
+            withdraw()
 
     async def wait(self) -> Any:
-        """The reply. Raises the error it was completed with. Cancellation: as `abandon`."""
+        """The reply, once: it is not kept. Raises the error it was completed with. Cancellation: as `abandon`."""
         with self._lock:
             if not self.over:
                 self._task = trio.lowlevel.current_task()
                 self._send, self._tell = None, self._resume
         if self._task is not None:
             await trio.lowlevel.wait_task_rescheduled(self._cancelled)
-        if self._error is not None:
-            raise self._error
-        return self._reply if self.make is None else self.make(self._reply)
+        reply, error = self._reply, self._error
+        self._reply = self._error = None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and what was asked
+        return reply if self.make is None else self.make(reply)
 
     def _resume(self) -> None:
         task, self._task = self._task, None

@@ -76,9 +76,18 @@ ATTEND_COPY_BYTES: Final = 256 * MIB
 """K and V (fp32) that one client's queries have copied in one call on the compute thread, for query heads that choose
 their blocks or share KV heads in no regular way. More are computed in parts. Real models need less, in one part."""
 
+ATTEND_EXACT_PRODUCTS: Final = 100_000_000
+"""Numbers that are multiplied and summed without a BLAS for one client's queries in one call on the compute thread,
+where the highest scores decide what is read (`top_k`, block means): well under 100 ms of one core. More are computed in
+parts, so that others get their turn. One query over all heads of a layer is always one part."""
+
+ATTEND_PRODUCTS: Final = 1_000_000_000
+"""Numbers that a BLAS multiplies and sums for the scores of one client's queries in one call on the compute thread: as
+many follow for the values, some 200 ms of one core together. More queries are computed in parts."""
+
 ATTEND_CROWD: Final = 16
-"""Queries waiting from which on a new one is given up if its client leaves. Watching costs some 50 us; with fewer, what
-nobody wants any more is soon computed."""
+"""Queries waiting from which on a new one is given up if its client leaves, its own parts included. Watching costs some
+50 us; with fewer, what nobody wants any more is soon computed."""
 
 ATTEND_HEADS_MAX: Final = 65_536
 """Heads of a layer, and query heads: some hundred times what models have. Their head_map is checked on the loop."""

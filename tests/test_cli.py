@@ -23,7 +23,9 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KV.PREFIX.LOOKUP ns [TOKENS" in out
     assert "kvprefix" in out
     assert "PING" not in out
-    assert run(capsys, "commands", "no-such-command")[0] == 1
+    code, out, err = run(capsys, "commands", "no-such-command")
+    assert (code, out) == (2, "")
+    assert "no command has no-such-command in its name" in err
     _, out, _ = run(capsys, "commands", "V.FETCH")
     assert "0x10 0x12" in out, "the codes on the binary lane"
 
@@ -51,6 +53,13 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "mlx" in out
     assert "BLAS" in out
+
+
+def test_doctor_says_how_to_install_what_is_missing(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "pion-vllm-mlx/[mlx]" in out.replace("\n", "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

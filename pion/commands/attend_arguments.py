@@ -1,17 +1,16 @@
 """What the ATTEND forms take, checked: blobs as arrays of the right shape, and what the numbers in them may be.
 
 Everything is checked before it gets near the compute thread, with errors that name the argument. Blobs are
-little-endian, C order, float32 or uint32. The arrays are views of what was received: nothing is copied or converted
-unless it is not aligned.
+little-endian, C order, float32 or uint32. The arrays are views of what was received: nothing is copied or converted.
+They are aligned, since a request's memory is, and every blob in it begins after whole values.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from pion.compute.attention import Chosen, Floats, Indices, Suffix
 from pion.errors import CommandError
@@ -24,8 +23,6 @@ HEAD_DIM_MAX: Final = 512
 VALUE_BYTES: Final = 4
 """float32 and uint32."""
 
-Array = TypeVar("Array", bound=npt.NDArray[Any])
-
 
 def check_head_dim(head_dim: int) -> int:
     """D of something new. Raises CommandError."""
@@ -37,7 +34,7 @@ def check_head_dim(head_dim: int) -> int:
 def floats(blob: Buffer, what: str, shape: str, *sizes: int) -> Floats:
     """A blob as float32 of these sizes; `shape` says them to a person, as in "H x N x D". Raises CommandError."""
     _check_bytes(blob, what, shape, "fp32", sizes)
-    return _aligned(np.frombuffer(blob, np.float32)).reshape(sizes)
+    return np.frombuffer(blob, np.float32).reshape(sizes)
 
 
 def queries(blob: Buffer, heads: int, head_dim: int, heads_name: str = "H") -> Floats:
@@ -48,7 +45,7 @@ def queries(blob: Buffer, heads: int, head_dim: int, heads_name: str = "H") -> F
             f"Q must be {heads_name} x M x D fp32 values, {each} bytes for each of at least one query, "
             f"got {len(blob)} bytes"
         )
-    return _aligned(np.frombuffer(blob, np.float32)).reshape(heads, -1, head_dim)
+    return np.frombuffer(blob, np.float32).reshape(heads, -1, head_dim)
 
 
 def suffix(keys: Buffer, values: Buffer, kv_heads: int, rows: int, head_dim: int) -> Suffix:
@@ -62,7 +59,7 @@ def suffix(keys: Buffer, values: Buffer, kv_heads: int, rows: int, head_dim: int
 def head_map(blob: Buffer, heads: int, kv_heads: int) -> Indices:
     """Query head -> KV head: `[H_q]`, each below H_kv. Raises CommandError."""
     _check_bytes(blob, "head_map", "H_q", "uint32", (heads,))
-    found = _aligned(np.frombuffer(blob, np.uint32))
+    found = np.frombuffer(blob, np.uint32)
     if int(found.max()) >= kv_heads:
         head = int(np.argmax(found >= kv_heads))
         raise CommandError(f"head_map must be KV heads below H_kv, {kv_heads}, got {found[head]} for query head {head}")
@@ -72,7 +69,7 @@ def head_map(blob: Buffer, heads: int, kv_heads: int) -> Indices:
 def counts(blob: Buffer, heads: int, most: int) -> Indices:
     """How many of the indices count, for each head: `[H]`, each from 1 to K_sparse_max. Raises CommandError."""
     _check_bytes(blob, "counts", "H", "uint32", (heads,))
-    found = _aligned(np.frombuffer(blob, np.uint32))
+    found = np.frombuffer(blob, np.uint32)
     wrong = (found < 1) | (found > most)
     if wrong.any():
         head = int(np.argmax(wrong))
@@ -83,7 +80,7 @@ def counts(blob: Buffer, heads: int, most: int) -> Indices:
 def indices(blob: Buffer, heads: int, most: int) -> Indices:
     """`[H, K_sparse_max]` row numbers, which `chosen` looks at. Raises CommandError."""
     _check_bytes(blob, "indices", "H x K_sparse_max", "uint32", (heads, most))
-    return _aligned(np.frombuffer(blob, np.uint32)).reshape(heads, most)
+    return np.frombuffer(blob, np.uint32).reshape(heads, most)
 
 
 def chosen(found: Indices, used: Indices, rows: int, window: int) -> Chosen:
@@ -137,8 +134,3 @@ def _check_bytes(blob: Buffer, what: str, shape: str, kind: str, sizes: tuple[in
     if len(blob) != expected:
         shown = " x ".join(map(str, sizes))
         raise CommandError(f"{what} must be {shape} {kind} values, {shown}: {expected} bytes, got {len(blob)}")
-
-
-def _aligned(array: Array) -> Array:
-    """MLX and BLAS read by whole values; a part of a binary request may begin anywhere."""
-    return array if array.flags.aligned else array.copy()

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from functools import partial
+from importlib.util import find_spec
+from typing import Final, TypeVar
 
 import attrs
 import numpy as np
 import trio
 
-from pion.args import name
+from pion.args import name, show
 from pion.command import Arg, ArgType, KeySpec
 from pion.commands.attend_arguments import check_head_dim
-from pion.commands.attend_parts import parts_of
+from pion.commands.attend_parts import Part, parts_of
 from pion.commands.vstore_common import within
+from pion.commands.wanted import unless_left
 from pion.compute.attention import Attended, Backend, Floats, Query, Resident
 from pion.compute.backends import make_backend
 from pion.compute.slots import Cold, Limits, Slots, State
@@ -31,6 +34,8 @@ from pion.limits import ATTEND_CROWD, ATTEND_HEADS_MAX, INLINE_ARG_BYTES
 from pion.replies import Blob
 from pion.storage.changes import Reason
 from pion.storage.unit import Unit
+
+T = TypeVar("T")
 
 PLUGIN: Final = "attend"
 
@@ -59,8 +64,12 @@ class Warming:
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: tuple[int, int] | None = None
     """Layers loaded and skipped; None while it is under way, and if it failed or was cancelled."""
-    dropped: bool = False
-    """The session or the prefix was dropped meanwhile: nothing more may be loaded."""
+    loading: bool = False
+    """It has begun to load layers."""
+    stopped: str = ""
+    """Why nothing more may be loaded, if that is so."""
+    without: set[int] = attrs.field(factory=set)
+    """Layers of the session that were dropped meanwhile, and are not to be loaded."""
 
 
 @attrs.define(eq=False)
@@ -72,12 +81,9 @@ class Attention:
     worker: ComputeWorker
     converting: trio.Lock = attrs.field(factory=trio.Lock)
     """Held while one layer is converted and loaded, so that several WARM need the memory of one layer."""
+    batching: trio.Lock = attrs.field(factory=trio.Lock)
+    """Held while K and V of an ATTEND.QUERYBATCH in parts are on the device, so that several need the memory of one."""
     warming: list[Warming] = attrs.field(factory=list)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one value on the device."""
-        return 2 if self.services.config.metal_attention_fp16 else 4
 
     @property
     def precision(self) -> str:
@@ -100,10 +106,24 @@ class Attention:
         task_status.started()
 
     def drop(self, sid: bytes, layer: int | None = None) -> int:
-        """Forget a session or one layer of it, and stop a WARM of it; returns how many layers there were."""
+        """Forget a session or one layer of it, which no WARM under way loads; returns how many layers there were."""
         for each in self.warming:
-            each.dropped |= each.sid == sid
+            if each.sid == sid:
+                if layer is None:
+                    each.stopped = each.stopped or _dropped(sid)
+                else:
+                    each.without.add(layer)
         return self.slots.drop(sid, layer)
+
+    def begin_loading(self, warming: Warming) -> None:
+        """A WARM begins to load layers. The session is made of its prefix from now on, and of no other one: layers of
+        another go, and a WARM that loads them stops. So who comes last wins.
+        """
+        warming.loading = True
+        for each in self.warming:
+            if each.loading and each.sid == warming.sid and each.unit.name != warming.unit.name:
+                each.stopped = each.stopped or f"{show(each.sid)} was made of another prefix meanwhile"
+        self.slots.drop_other_sources(warming.sid, warming.unit.name)
 
     def prefix_dropped(self, ns: bytes, reason: Reason) -> None:
         """What was made ready from a prefix goes when a client drops it or its time is over.
@@ -116,8 +136,13 @@ class Attention:
     def forget_prefix(self, ns: bytes) -> None:
         """What was made ready from an earlier prefix of that name goes: the new one may hold other tokens."""
         for each in self.warming:
-            each.dropped |= each.unit.name == ns
+            if each.unit.name == ns:
+                each.stopped = each.stopped or _dropped(each.sid)
         self.slots.drop_source(ns)
+
+
+def _dropped(sid: bytes) -> str:
+    return f"{show(sid)}, or the prefix it is made of, was dropped meanwhile"
 
 
 def make_attention(services: Services) -> Attention:
@@ -184,25 +209,37 @@ async def answer(context: Context, resident: Resident, query: Query, *, may_leav
     returns a `Later`. Raises CommandError. Cancellation: a part that is being computed is finished and
     thrown away.
     """
-    parts = parts_of(query, resident)
-    if len(parts) == 1:
-        if may_leave and context.session.may_leave and query.q.nbytes <= INLINE_ARG_BYTES:
-            later = _left(attention(context).worker, resident, query)
-            if later is not None:
-                return later
-        whole = await _computed(context, resident, query)
-        found = _arrays(whole, query)
-    else:
-        output, lse = np.empty(query.q.shape, np.float32), np.empty(query.q.shape[:2], np.float32)
-        for part in parts:
-            asked = await context.in_thread(part.query, query)
-            done = await _computed(context, resident, asked)
-            await context.in_thread(part.put, done, output, lse if query.want_lse else None)
-        found = [output, lse] if query.want_lse else [output]
-    nbytes = sum(each.nbytes for each in found)
+    worker, parts = attention(context).worker, parts_of(query, resident.heads, resident.rows)
+    if len(parts) > 1:
+        whole = partial(in_parts, context, query, parts, partial(worker.attend, resident))
+        return await while_wanted(context, whole, len(parts))
+    if may_leave and context.session.may_leave and query.q.nbytes <= INLINE_ARG_BYTES:
+        later = _left(worker, resident, query)
+        if later is not None:
+            return later
+    return reply_of(await while_wanted(context, partial(worker.attend, resident, query)), query)
+
+
+async def in_parts(
+    context: Context, query: Query, parts: list[Part], compute: Callable[[Query], Awaitable[Attended]]
+) -> bytes | Blob:
+    """`answer` of several parts, of which `compute` answers one. Raises what that raises. Cancellation: as `answer`."""
+    output = np.empty(query.q.shape, np.float32)
+    lse = np.empty(query.q.shape[:2] if query.want_lse else (len(output), 0), np.float32)
+    for part in parts:
+        asked = await context.in_thread(part.query, query)
+        done = await compute(asked)
+        await context.in_thread(part.put, done, output, lse if query.want_lse else None)
+    return reply_of(Attended(output, lse), query)
+
+
+def reply_of(found: Attended, query: Query) -> bytes | Blob:
+    """What is sent for a query that is computed."""
+    arrays = _arrays(found, query)
+    nbytes = sum(each.nbytes for each in arrays)
     if nbytes <= INLINE_ARG_BYTES:
-        return b"".join(each.tobytes() for each in found)
-    views = [np.ascontiguousarray(each).reshape(-1).view(np.uint8).data.toreadonly() for each in found]
+        return b"".join(each.tobytes() for each in arrays)
+    views = [np.ascontiguousarray(each).reshape(-1).view(np.uint8).data.toreadonly() for each in arrays]
     return Blob(views, nbytes)
 
 
@@ -212,9 +249,15 @@ def _left(worker: ComputeWorker, resident: Resident, query: Query) -> Later | No
         return None
 
     def done(found: Attended | None, error: BaseException | None) -> None:
+        body = None
+        try:
+            if found is not None:
+                body = b"".join(each.tobytes() for each in _arrays(found, query))
+        except Exception as failure:  # whatever it is, the client gets an answer
+            error = failure
         if isinstance(error, MemoryError):
             error = OutOfMemoryError(NO_MEMORY)
-        later.complete(b"".join(each.tobytes() for each in _arrays(found, query)) if found else None, error)
+        later.complete(body, error)
 
     later = Later()
     later.withdraw = worker.submit(resident, query, done)
@@ -225,39 +268,18 @@ def _arrays(found: Attended, query: Query) -> list[Floats]:
     return [found.output, found.lse] if query.want_lse else [found.output]
 
 
-async def _computed(context: Context, resident: Resident, query: Query) -> Attended:
-    worker, peer_left = attention(context).worker, context.session.peer_left
+async def while_wanted(context: Context, ask: Callable[[], Awaitable[T]], parts: int = 1) -> T:
+    """Ask the worker for what only this client wants, in so many parts, one after the other. If it waits behind many,
+    or is many itself, it is given up if the client leaves.
+
+    Raises CommandError then; OutOfMemoryError for a MemoryError. Cancellation: as for what is asked.
+    """
     try:
-        if worker.waiting < ATTEND_CROWD or peer_left is None:
-            return await worker.attend(resident, query)
-        return await _unless_left(peer_left, worker, resident, query)
+        if attention(context).worker.waiting + parts <= ATTEND_CROWD:
+            return await ask()
+        return await unless_left(context, ask)
     except MemoryError as error:
         raise OutOfMemoryError(NO_MEMORY) from error
-
-
-async def _unless_left(
-    peer_left: Callable[[], Awaitable[None]], worker: ComputeWorker, resident: Resident, query: Query
-) -> Attended:
-    """Answer a query that waits behind many, unless its client leaves first.
-
-    Else clients that give up and ask again would fill the queue with what nobody wants. Raises CommandError then.
-    """
-    found: Attended | Exception = CommandError("the client stopped sending while its query waited behind others")
-    async with trio.open_nursery() as nursery:
-
-        async def watch() -> None:
-            await peer_left()
-            nursery.cancel_scope.cancel()
-
-        nursery.start_soon(watch)
-        try:
-            found = await worker.attend(resident, query)
-        except Exception as error:  # whatever it is, not in a group
-            found = error
-        nursery.cancel_scope.cancel()
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 async def load(context: Context, function: Callable[[Backend], Resident]) -> Resident:
@@ -279,7 +301,11 @@ def state_of(context: Context, sid: bytes, layer: int) -> State:
 def device_text(state: Attention) -> str:
     """What computes, for the banner."""
     backend = state.worker.backend
-    return backend.device if backend is not None else f"{state.precision}, prepared at its first use"
+    if backend is not None:
+        return backend.device
+    if find_spec("mlx") is None:
+        return f"none: MLX isn't installed ({INSTALL})"
+    return f"{state.precision}, prepared at its first use"
 
 
 def rows_of_info(state: Attention) -> list[tuple[str, object]]:

@@ -7,17 +7,35 @@ them: a table that was to be changed is not changed, and what is being computed 
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Final
+
 import numpy as np
 
 from pion.args import MAX_ID
 from pion.commands import attend_arguments as arguments
-from pion.commands.attend_common import answer, attention, check_fits, check_place, check_shape, find, load
+from pion.commands.attend_common import (
+    answer,
+    attention,
+    check_fits,
+    check_place,
+    check_shape,
+    find,
+    in_parts,
+    load,
+    reply_of,
+    while_wanted,
+)
+from pion.commands.attend_parts import parts_of
 from pion.commands.vstore_common import within
 from pion.compute.attention import Blocks, Floats, Indices, Query
 from pion.context import Context
 from pion.later import Later
 from pion.limits import ATTEND_HEADS_MAX, CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
+
+_HEAD_BYTES: Final = 64
+"""Checking the chosen rows of one head costs at least what checking so many bytes of indices does."""
 
 Answer = bytes | Blob | Later
 """Output fp32, and the LSE behind it where the form has one. A `Later` is completed with these bytes."""
@@ -36,8 +54,8 @@ async def store(
     sizes = heads, rows, head_dim
     k, v = (arguments.floats(keys, "K", "H x N x D", *sizes), arguments.floats(values, "V", "H x N x D", *sizes))
     state = attention(context)
-    # Before it is copied to the device; the exact size is known behind that.
-    state.slots.check_room(2 * k.size * state.value_bytes)
+    # Before it is copied to the device, which says how large it will be.
+    state.slots.check_room(2 * k.size * (await state.worker.prepare()).value_bytes)
     resident = await load(context, lambda backend: backend.load(k, v))
     state.slots.put(sid, layer, resident, context.services.clock.monotonic_s())
 
@@ -105,7 +123,7 @@ async def query_sparse(
     used = arguments.counts(counts, heads, most)
     resident = find(context, sid, layer)
     check_fits(resident, heads, head_dim)
-    if named.nbytes + heads * resident.rows > CONVERT_IN_THREAD_BYTES:
+    if named.nbytes + heads * (resident.rows + _HEAD_BYTES) > CONVERT_IN_THREAD_BYTES:
         chosen = await context.in_thread(arguments.chosen, named, used, resident.rows, window)
     else:
         chosen = arguments.chosen(named, used, resident.rows, window)
@@ -159,8 +177,23 @@ async def query_batch(
     asked = arguments.queries(q, heads, head_dim)
     sizes = heads, rows, head_dim
     k, v = (arguments.floats(keys, "K", "H x N x D", *sizes), arguments.floats(values, "V", "H x N x D", *sizes))
-    resident = await load(context, lambda backend: backend.load(k, v))
-    return await answer(context, resident, _query(asked, top_k, 0, rows))
+    whole = _query(asked, top_k, 0, rows)
+    parts = parts_of(whole, heads, rows)
+    state = attention(context)
+    worker = state.worker
+    if len(parts) == 1:
+        # Loaded and computed in one go, so that what waits holds no copy of K and V.
+        once = partial(worker.call, lambda backend: backend.attend_once(k, v, whole))
+        return reply_of(await while_wanted(context, once), whole)
+
+    async def compute() -> bytes | Blob:
+        async with state.batching:
+            resident = await worker.call(lambda backend: backend.load(k, v))
+            return await in_parts(
+                context, whole, parts, lambda part: worker.call(lambda backend: backend.attend(resident, [part])[0])
+            )
+
+    return await while_wanted(context, compute, len(parts))
 
 
 def _query(asked: Floats, top_k: int, window: int, rows: int) -> Query:

@@ -1,8 +1,9 @@
-"""A query in parts: of so many queries, and of so many query heads, that what one part is computed with stays small.
+"""A query in parts: of so many queries, and of so many query heads, that one part takes little memory and time.
 
-Two things grow with a request and not with what is stored: the scores, and the copies of K and V that are made for
-query heads which share them in no regular way or choose their rows. Both are bounded here, so that a small request
-can't ask for all the memory of the machine. Nearly all queries are one part.
+Three things grow with a request and not with what is stored: the scores, the copies of K and V that are made for query
+heads which share them in no regular way or choose their rows, and the products, most of all those that are made without
+a BLAS where the highest scores decide what is read. All are bounded here, so that a small request can't ask for all the
+memory of the machine, or for the compute thread for seconds. Nearly all queries are one part.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Final
 import attrs
 import numpy as np
 
-from pion.compute.attention import Attended, Blocks, Floats, Indices, Query, Resident, Suffix
-from pion.limits import ATTEND_COPY_BYTES, ATTEND_SCORE_BYTES
+from pion.commands.attend_arguments import VALUE_BYTES
+from pion.compute.attention import Attended, Blocks, Floats, Indices, Query, Suffix
+from pion.limits import ATTEND_COPY_BYTES, ATTEND_EXACT_PRODUCTS, ATTEND_PRODUCTS, ATTEND_SCORE_BYTES
 
 _K_AND_V: Final = 2
-_VALUE_BYTES: Final = 4
 
 
 @attrs.frozen(eq=False)
@@ -52,24 +53,30 @@ def _head(rows: Floats, end: int) -> Floats:
     return np.ascontiguousarray(rows[:, :end])
 
 
-def parts_of(query: Query, resident: Resident) -> list[Part]:
-    """The parts in which a query is answered."""
+def parts_of(query: Query, kv_heads: int, stored: int) -> list[Part]:
+    """The parts in which a query about a layer of so many heads and rows is answered."""
     heads, count, width = query.q.shape
-    visible = min(resident.rows, query.window or resident.rows)
+    visible = min(stored, query.window or stored)
     rows = visible + (query.suffix.keys.shape[1] if query.suffix is not None else 0)
-    scores = _VALUE_BYTES * rows  # of one query of one head
-    shared, copied = _sharing(query.head_map, resident.heads), 0
+    scores = VALUE_BYTES * rows  # of one query of one head, as all of these
+    shared, copied, exact = _sharing(query.head_map, kv_heads), 0, 0
     if isinstance(query.sparse, Blocks):
-        copied = _K_AND_V * _VALUE_BYTES * width * min(visible, query.sparse.top * query.sparse.rows)
+        copied = _K_AND_V * VALUE_BYTES * width * min(visible, query.sparse.top * query.sparse.rows)
+        exact = width * -(-visible // query.sparse.rows)
     elif not shared:
-        copied = _K_AND_V * _VALUE_BYTES * width * rows
-    if heads * count * scores <= ATTEND_SCORE_BYTES and heads * copied <= ATTEND_COPY_BYTES:
-        return [Part(None, 0, count)]
-    most = min(ATTEND_SCORE_BYTES // scores, ATTEND_COPY_BYTES // copied if copied else heads)
+        copied = _K_AND_V * VALUE_BYTES * width * rows
+    if query.top_k:
+        exact = width * visible
+    multiplied = width * rows if query.sparse is None else 0  # else few of them are
+    # What is bounded, and how much of it one query of one head takes.
+    bounds = [(ATTEND_SCORE_BYTES, scores), (ATTEND_EXACT_PRODUCTS, exact)]
+    most = min(limit // each for limit, each in [*bounds, (ATTEND_COPY_BYTES, copied)] if each)
+    # Heads are not divided for these: each part would read all of K and V again, which for one query is the work.
+    bounds.append((ATTEND_PRODUCTS, multiplied))
     found = []
     for some in _divided(heads, shared, most):
         size = heads if some is None else len(some)
-        step = max(1, ATTEND_SCORE_BYTES // (scores * size))
+        step = max(1, min(limit // (each * size) for limit, each in bounds if each))
         found += [Part(some, first, min(count, first + step)) for first in range(0, count, step)]
     return found
 

@@ -12,10 +12,17 @@ from pion.commands.vstore_common import wrong_arity
 from pion.context import Context
 from pion.replies import Buffer
 
+_U32_MAX: Final = 2**32 - 1
+
 
 def place(context: Context, argv: list[Buffer]) -> tuple[bytes, int]:
     """Session id and layer, which every form has first."""
     return name(argv[1], "sid"), integer(argv[2], "layer", 0, context.services.config.max_layers - 1)
+
+
+def u32(value: Buffer, what: str) -> int:
+    """A number, as the binary lane has them. What it may be is checked behind the lanes. Raises CommandError."""
+    return integer(value, what, 0, _U32_MAX)
 
 
 def _split(argv: list[Buffer], names: tuple[str, ...], blobs: int) -> tuple[list[int], list[Buffer], int]:
@@ -23,9 +30,8 @@ def _split(argv: list[Buffer], names: tuple[str, ...], blobs: int) -> tuple[list
     first = 3 + len(names)
     if len(argv) > first + blobs + 1:
         raise wrong_arity(bytes(argv[0]).decode())
-    lows = (0 if each in ("top_k", "S_suf") else 1 for each in names)
-    numbers = [integer(value, what, low) for value, what, low in zip(argv[3:first], names, lows, strict=True)]
-    window = integer(argv[-1], "fa_window") if len(argv) > first + blobs else 0
+    numbers = [u32(value, what) for value, what in zip(argv[3:first], names, strict=True)]
+    window = u32(argv[-1], "fa_window") if len(argv) > first + blobs else 0
     return numbers, argv[first : first + blobs], window
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from pion.args import integer, name
+from pion.args import name
 from pion.command import Arg, ArgType, Command, Flag
 from pion.commands import attend_core as core
 from pion.commands.attend_common import KEYS, LAYER, SID, attention, rows_of_info, state_of
-from pion.commands.attend_query import TOP_K, H, Q, place
+from pion.commands.attend_query import TOP_K, H, Q, place, u32
 from pion.commands.vstore_common import wrong_arity
 from pion.compute.slots import State
 from pion.context import Context
@@ -19,7 +19,7 @@ _ANSWERS: Final = {State.WARM: Simple("HIT"), State.COLD: Simple("COLD"), State.
 
 async def store(context: Context, argv: list[Buffer]) -> Reply:
     """ATTEND.PREFIX.STORE <sid> <layer> <H> <N> <D> <K> <V>."""
-    heads, rows, head_dim = (integer(value, what, 1) for value, what in zip(argv[3:6], ("H", "N", "D"), strict=True))
+    heads, rows, head_dim = (u32(value, what) for value, what in zip(argv[3:6], ("H", "N", "D"), strict=True))
     await core.store(context, *place(context, argv), heads, rows, head_dim, argv[6], argv[7])
     return OK
 
@@ -40,8 +40,8 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
 
 async def query_batch(context: Context, argv: list[Buffer]) -> core.Answer:
     """ATTEND.QUERYBATCH <H> <N> <D> <top_k> <Q> <K> <V>."""
-    heads, rows, head_dim = (integer(value, what, 1) for value, what in zip(argv[1:4], ("H", "N", "D"), strict=True))
-    top_k = integer(argv[4], "top_k")
+    names = "H", "N", "D", "top_k"
+    heads, rows, head_dim, top_k = (u32(value, what) for value, what in zip(argv[1:5], names, strict=True))
     return await core.query_batch(context, heads, rows, head_dim, top_k, *argv[5:])
 
 
@@ -91,7 +91,8 @@ COMMANDS: Final = (
     Command(
         name="ATTEND.PREFIX.DROP",
         arity=-2,
-        summary="Forget a session's layers, or one of them. Queries that are being computed are answered",
+        summary="Forget a session's layers, or one of them. Queries that are being computed are answered. A "
+        "KV.PREFIX.WARM of the session that is under way fails, or loads all but the one layer",
         since="0.1.0",
         handler=drop,
         flags=Flag.FAST,
@@ -120,14 +121,15 @@ COMMANDS: Final = (
     Command(
         name="ATTEND.INFO",
         arity=1,
-        summary="What is ready for attention, and what was computed",
+        summary="What is ready for attention, and what was computed on it",
         since="0.1.0",
         handler=info,
         flags=Flag.READONLY | Flag.FAST,
         reply="map: device, precision, warm and cold (layers), bytes of the WARM ones and their limit max_bytes, slots "
-        "and cold_slots (limits), demotions (WARM to COLD) and rehydrates (COLD to WARM) since the start, queries, "
-        "batches (queries on one layer that came together are one), waiting (queries), compute_us (time on the compute "
-        "thread)",
+        "and cold_slots (limits), demotions (WARM to COLD) and rehydrates (COLD to WARM) since the start; of the "
+        "queries on layers: queries (a large one is computed in parts, and each is counted), batches (those on one "
+        "layer that came together are one) and compute_us (time that these took on the compute thread); waiting "
+        "(whatever waits for the compute thread: queries, layers to be loaded, ATTEND.QUERYBATCH)",
         group="attend",
         examples=("ATTEND.INFO",),
     ),

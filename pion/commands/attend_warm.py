@@ -15,9 +15,10 @@ import attrs
 import numpy as np
 import trio
 
-from pion.args import integer, name, show
+from pion.args import name, show
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
 from pion.commands.attend_common import Attention, Warming, attention, check_shape, load
+from pion.commands.attend_query import u32
 from pion.commands.vstore_common import verified, wrong_arity
 from pion.compute.attention import Backend, Floats, Resident
 from pion.context import Context
@@ -48,7 +49,7 @@ async def warm(context: Context, argv: list[Buffer]) -> Reply:
     if len(argv) > 5:
         raise wrong_arity("KV.PREFIX.WARM")
     ns = name(argv[1], "namespace")
-    heads, head_dim = integer(argv[2], "H", 1), integer(argv[3], "D", 1)
+    heads, head_dim = u32(argv[2], "H"), u32(argv[3], "D")
     sid = name(argv[4], "sid") if len(argv) == 5 else ns
     loaded, skipped = await warm_prefix(context, ns, heads, head_dim, sid)
     return Simple(f"{loaded} skipped_dim={skipped}" if skipped else f"{loaded}")
@@ -57,9 +58,11 @@ async def warm(context: Context, argv: list[Buffer]) -> Reply:
 async def warm_prefix(context: Context, ns: bytes, heads: int, head_dim: int, sid: bytes) -> tuple[int, int]:
     """Load each layer of a prefix whose rows are H * D values on both sides; (layers loaded, layers of another width).
 
-    Who asks for a complete prefix that is being loaded already gets the answer of that. Raises CommandError: no rows,
-    one is missing or damaged, the session or the prefix was dropped meanwhile; OutOfMemoryError if all layers together
-    can't be WARM at once, mostly before anything is loaded. Cancellation: the layers loaded so far stay.
+    Who asks for a complete prefix that is being loaded already gets the answer of that. A layer of the session that is
+    dropped meanwhile is not loaded, and not counted; those that were made of another prefix are dropped. Raises
+    CommandError: no rows, one is missing or damaged, the session or the prefix was dropped meanwhile, or the session is
+    being made of another one; OutOfMemoryError if all layers together can't be WARM at once. That is said before
+    anything changes, unless the limits are lowered meanwhile. Cancellation: the layers loaded so far stay.
     """
     check_shape(heads, head_dim)
     state = attention(context)
@@ -67,6 +70,9 @@ async def warm_prefix(context: Context, ns: bytes, heads: int, head_dim: int, si
         unit = context.services.vstore.visible(ns)
         if unit is None:
             raise CommandError(f"no rows: there is no prefix {show(ns)}")
+        if state.worker.backend is None:  # it says how large a layer is
+            await state.worker.prepare()
+            continue
         running = _running(state, unit, heads, head_dim, sid) if unit.complete else None
         if running is None or context.session.in_exec:  # inside EXEC nobody may wait for another client
             break
@@ -86,7 +92,8 @@ async def warm_prefix(context: Context, ns: bytes, heads: int, head_dim: int, si
 
 def _running(state: Attention, unit: Unit, heads: int, head_dim: int, sid: bytes) -> Warming | None:
     for each in state.warming:
-        if (each.unit, each.heads, each.head_dim, each.sid, each.dropped) == (unit, heads, head_dim, sid, False):
+        whole = not each.stopped and not each.without
+        if whole and (each.unit, each.heads, each.head_dim, each.sid) == (unit, heads, head_dim, sid):
             return each
     return None
 
@@ -94,39 +101,44 @@ def _running(state: Attention, unit: Unit, heads: int, head_dim: int, sid: bytes
 async def _warm(context: Context, warming: Warming) -> tuple[int, int]:
     state, store = attention(context), context.services.vstore
     width = warming.heads * warming.head_dim
+    value_bytes = (await state.worker.prepare()).value_bytes
     while True:
-        if warming.dropped:
-            raise _dropped(warming)
+        _check_wanted(warming)
         layers, skipped = gather(warming.unit, width)
-        state.slots.check_room(sum(2 * layer.rows * width * state.value_bytes for layer in layers), len(layers))
+        state.slots.check_room(sum(2 * layer.rows * width * value_bytes for layer in layers), len(layers))
         if await verified(context, [part for layer in layers for part in layer.owned]):
             break
     if not context.session.no_touch:
         store.touch(warming.unit)
-    total = 0
+    _check_wanted(warming)
+    state.begin_loading(warming)
+    loaded = total = 0
     for layer in layers:
+        if layer.index in warming.without:
+            continue
         async with state.converting:
             keys = await context.in_thread(_converted, layer, K)
             values = await context.in_thread(_converted, layer, V)
             resident = await load(context, _loader(keys, values, warming.heads))
             del keys, values
-        if warming.dropped:
-            raise _dropped(warming)
-        total += resident.nbytes
-        state.slots.check_room(total)  # the device may need more for a layer than its values
-        now_s = context.services.clock.monotonic_s()
-        state.slots.put(warming.sid, layer.index, resident, now_s, source=warming.unit.name)
+        _check_wanted(warming)
+        if layer.index not in warming.without:
+            loaded, total = loaded + 1, total + resident.nbytes
+            state.slots.check_room(total, loaded)  # the limits may be lower now
+            now_s = context.services.clock.monotonic_s()
+            state.slots.put(warming.sid, layer.index, resident, now_s, source=warming.unit.name)
         del resident
         await trio.lowlevel.checkpoint()
-    return len(layers), skipped
+    return loaded, skipped
+
+
+def _check_wanted(warming: Warming) -> None:
+    if warming.stopped:
+        raise CommandError(warming.stopped)
 
 
 def _loader(keys: Floats, values: Floats, heads: int) -> Callable[[Backend], Resident]:
     return lambda backend: backend.load_rows(keys, values, heads)
-
-
-def _dropped(warming: Warming) -> CommandError:
-    return CommandError(f"{show(warming.sid)}, or the prefix it is made of, was dropped meanwhile")
 
 
 def gather(unit: Unit, width: int) -> tuple[list[WarmLayer], int]:
@@ -193,7 +205,8 @@ COMMANDS: Final = (
         name="KV.PREFIX.WARM",
         arity=-4,
         summary="Make the layers of a stored prefix ready for attention, whether they are MISSING, COLD or WARM: as of "
-        "one moment, ancestors included. For the -COLDMISS of a query, or ahead of one",
+        "one moment, ancestors included. Layers of the session that were made of another prefix are dropped first. For "
+        "the -COLDMISS of a query, or ahead of one",
         since="0.1.0",
         handler=warm,
         flags=Flag.DENYOOM,
@@ -210,14 +223,14 @@ COMMANDS: Final = (
             ),
         ),
         reply="`+<layers>`, and `+<layers> skipped_dim=<n>` if n layers have rows of another width than H x D. A layer "
-        "without any row is not counted",
+        "without any row is not counted, and one that ATTEND.PREFIX.DROP names meanwhile is not loaded",
         complexity="O(bytes of the prefix), layer by layer: others are served meanwhile",
         group="attend",
         examples=("KV.PREFIX.WARM app|llama|a 8 64", "KV.PREFIX.WARM app|llama|a 8 64 app|llama|a_attn"),
         errors=(
             "-ERR no rows: the prefix is not there, not complete or empty",
             "-ERR no row <id> in layer <n>",
-            "-ERR the session or the prefix was dropped meanwhile",
+            "-ERR the session or the prefix was dropped meanwhile, or the session was made of another prefix",
             "-OOM its layers are more than --attend-slots or --attend-bytes, or more than the compute device has",
         ),
     ),

@@ -7,7 +7,8 @@ and rows are fp32 and come back bit by bit. Rows can be appended, and dropped wi
 An index is in the log and in snapshots, and its bytes count for `--max-bytes`. It is never evicted: prefixes make room
 for it, and when they can't, `KV.STORE` is refused. A query needs all rows in one piece of memory. As long as an index
 is in several pieces, as after an append, the room for one more copy of it is charged with it, so that a query never
-fails for want of memory; the first query makes them one piece and gives it back.
+fails for want of that memory; the first query makes them one piece and gives it back. Queries are computed on the CPU
+in fp32, with or without the ATTEND family and MLX.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pion.context import Context, InfoSection, Services
 from pion.errors import CommandError
 from pion.hookspecs import hookimpl
 from pion.replies import Buffer, Map, Reply
+from pion.storage.attention_index_blocks import VALUE_BYTES
 from pion.storage.attention_index_log import AttentionIndexLog
 from pion.storage.durable import Durable
 
@@ -43,11 +45,10 @@ async def store(context: Context, argv: list[Buffer]) -> Reply:
     index = name(argv[1], "index")
     count = integer(argv[2], "n", 1)
     dim = integer(argv[3], "D", 1, context.services.config.max_index_dim)
+    nbytes = VALUE_BYTES * count * dim
     for what, blob in (("K", argv[4]), ("V", argv[5])):
-        if len(blob) != 4 * count * dim:
-            raise CommandError(
-                f"{what} must be {4 * count * dim} bytes ({count} rows of {dim} fp32 values), got {len(blob)}"
-            )
+        if len(blob) != nbytes:
+            raise CommandError(f"{what} must be {nbytes} bytes ({count} rows of {dim} fp32 values), got {len(blob)}")
     return await append_rows(context, index, dim, count, argv[4], argv[5])
 
 
@@ -187,12 +188,14 @@ COMMANDS: Final = (
             Arg(name="Q", summary="one or more vectors, fp32 [M, D]; M follows from the length"),
         ),
         reply="bulk string: fp32 [M, D], sum over the rows of softmax(q . k / sqrt(D)) x v",
-        complexity="O(M x rows x D), on the compute thread; after an append all rows are copied once",
+        complexity="O(M x rows x D), on the CPU, in a thread that the indexes share: in parts, and others get their "
+        "turn between. After an append all rows are copied once",
         group="attention_index",
         examples=("ATTEND.QUERY facts 0 <256 bytes>",),
         errors=(
             NO_INDEX,
             "-ERR Q must be one or more vectors of D = <D> fp32 values",
+            "-ERR the client stopped sending while its query waited, behind many others or with many parts of its own",
             "-OOM there is no memory to compute with",
         ),
     ),
@@ -220,7 +223,8 @@ def register_durable(services: Services) -> Sequence[Durable]:
 @hookimpl
 def register_info(services: Services) -> Sequence[InfoSection]:
     """The AttentionIndex section."""
-    table = indexes_of(services).table
+    state = indexes_of(services)
+    table = state.table
 
     def rows() -> Sequence[tuple[str, object]]:
         return (
@@ -229,6 +233,7 @@ def register_info(services: Services) -> Sequence[InfoSection]:
             ("attention_index_bytes", sum(index.nbytes for index in table)),
             ("attention_index_reserved_bytes", sum(index.reserved_bytes for index in table)),
             ("attention_index_queries", table.queries),
+            ("attention_index_waiting", state.waiting),
             ("attention_index_checksum_failures", table.checksum_failures),
         )
 

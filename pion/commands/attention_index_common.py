@@ -1,36 +1,59 @@
 """What the commands of attention indexes do, with typed arguments: append, fetch, and attention over all rows.
 
-A query or a fetch works on the blocks that the index had when it came. They never change, so the index may grow or be
-dropped meanwhile.
+A query or a fetch is answered for the rows that the index had when it came. Rows never change, so the index may grow or
+be dropped meanwhile. One thing a drop may take from a query: if nobody has begun to copy the rows into one piece, there
+is no memory reserved for that any more, and the query is refused.
+
+Queries are computed by NumPy over the rows where they lie: nothing is copied, to a device or elsewhere. A query reads
+the index whole, and for few vectors that is most of its time, so a copy would cost more than a faster device saves.
+They have a thread of their own, one for all indexes, for which other commands don't wait. On it each query is computed
+in parts, and others get their turn between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 import numpy as np
 import trio
 
 from pion.args import show
-from pion.compute.attention import Attended, Backend, Floats, Query, Resident
+from pion.commands.wanted import unless_left
+from pion.compute.attention import Backend, Query
+from pion.compute.numpy_attention import NumpyBackend
+from pion.compute.numpy_threads import one_numpy_thread
 from pion.context import Context, Services
 from pion.errors import CommandError, OutOfMemoryError
-from pion.limits import ATTEND_SCORE_BYTES, CONVERT_IN_THREAD_BYTES
+from pion.limits import ATTEND_CROWD, ATTEND_EXACT_PRODUCTS, ATTEND_PRODUCTS, CONVERT_IN_THREAD_BYTES
 from pion.replies import Blob, Buffer
 from pion.storage.attention_index import AttentionIndex, IndexTable
 from pion.storage.attention_index_blocks import IndexBlock, arrays, fill
 from pion.storage.attention_index_log import AttentionIndexLog
 from pion.storage.ledger import Memory
 
-T = TypeVar("T")
-
 PLUGIN: Final = "attention_index"
 
-ATTEND: Final = "attend"
-"""The plugin whose compute thread is used if it is loaded."""
+BACKEND: Final[Backend] = NumpyBackend()
+"""What computes: without a copy, in fp32 whatever the ATTEND family computes in."""
+
+NO_MEMORY: Final = "there is no memory to compute this query now"
+
+SCORE_PRODUCTS: Final = 200
+"""What is done with a score once it is there, its exponential or its place in the order, takes as long as so many
+products in the same query: 10 ns with a BLAS, 150 ns without."""
+
+
+@attrs.define(eq=False)
+class Gathering:
+    """The rows of one index are being copied into one piece, or are about to be."""
+
+    lock: trio.Lock = attrs.field(factory=trio.Lock)
+    """Held by who copies, so that queries which come together copy once."""
+    copy: IndexBlock | None = None
+    """The last copy. Who has waited takes it, even if it is not in the index: that was changed or dropped meanwhile."""
 
 
 @attrs.define(eq=False)
@@ -38,15 +61,20 @@ class Indexes:
     """The plugin's state: kept in `services.state`, used on the event loop only."""
 
     log: AttentionIndexLog
-    gathering: dict[AttentionIndex, trio.Lock] = attrs.field(factory=dict)
-    """Held while the rows of an index are copied into one piece, so that queries which come together copy them once."""
-    backend: Backend | None = None
-    """What computes when nobody else does: made at its first use."""
+    gathering: dict[AttentionIndex, Gathering] = attrs.field(factory=dict)
+    """The indexes whose rows somebody copies."""
+    computing: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    """The thread that computes: one, so that what is computed with takes bounded memory. First come, first served."""
 
     @property
     def table(self) -> IndexTable:
         """The indexes."""
         return self.log.table
+
+    @property
+    def waiting(self) -> int:
+        """Queries that wait for the thread."""
+        return self.computing.statistics().tasks_waiting
 
 
 def indexes_of(services: Services) -> Indexes:
@@ -107,100 +135,107 @@ async def fetch_rows(context: Context, name: bytes, start: int, stop: int) -> tu
 async def attend(context: Context, name: bytes, top_k: int, vectors: Buffer) -> Blob:
     """Attention of each vector over all rows of an index, or over the `top_k` that score highest.
 
-    `vectors` is fp32 `[M, D]`, M at least 1; the answer too. Raises CommandError for a bad argument, an index that is
-    not there, or damaged rows; OutOfMemoryError if there is no memory to compute with.
-    Cancellation: what is being computed is finished and thrown away.
+    `vectors` is fp32 `[M, D]`, M at least 1; the answer too, charged until it is sent. Raises CommandError for a bad
+    argument, an index that is not there, damaged rows, or a client that left; OutOfMemoryError if there is no memory to
+    compute with. Cancellation: at once; the part that is being computed is finished and thrown away.
     """
     state = indexes_of(context.services)
     index = state.table.index(name)
-    width = index.row_bytes
-    if not len(vectors) or len(vectors) % width:
+    dim, rows = index.dim, index.rows
+    if not len(vectors) or len(vectors) % index.row_bytes:
         raise CommandError(
-            f"Q must be one or more vectors of D = {index.dim} fp32 values ({width} bytes each), "
+            f"Q must be one or more vectors of D = {dim} fp32 values ({index.row_bytes} bytes each), "
             f"got {len(vectors)} bytes"
         )
-    q = np.frombuffer(vectors, np.float32).reshape(-1, index.dim)
-    if not q.flags.aligned:
-        q = q.copy()
-    state.table.queries += len(q)
-    block = await _one_piece(context, state, index)
-    query = Query(q=q[None], top_k=top_k if top_k < block.rows else 0, want_lse=False)
-    most = max(1, ATTEND_SCORE_BYTES // (4 * block.rows))
-    if len(q) <= most:
-        answer = await _compute(context, state, partial(_attend_once, block, index.dim, query))
-        return _sent(answer.output, state.table)
-    # In parts, so that the scores take bounded memory and others get their turn between.
-    resident = await _compute(context, state, partial(_load, block, index.dim))
-    output = np.empty(q.shape, np.float32)
-    for first in range(0, len(q), most):
-        part = attrs.evolve(query, q=q[None, first : first + most])
-        answer = await _compute(context, state, partial(_attend, resident, part))
-        output[first : first + most] = answer.output[0]
-    return _sent(output, state.table)
+    q = np.frombuffer(vectors, np.float32).reshape(1, -1, dim)
+    count = q.shape[1]
+    state.table.queries += count
+    block = await _one_piece(context, state, index, rows)
+    del index  # if it was dropped, its pieces may go
+    if top_k >= rows:
+        top_k = 0
+    most = vectors_at_once(rows, dim, top_k)
+    parts = range(0, count, most)
+
+    async def compute() -> Memory:
+        answer = _answer(len(vectors), state.table)
+        for first in parts:
+            query = Query(q=q[:, first : first + most], top_k=top_k, want_lse=False)
+            part = partial(_attend, block, dim, rows, query, answer, first)
+            if not await trio.to_thread.run_sync(part, abandon_on_cancel=True, limiter=state.computing):
+                raise OutOfMemoryError(NO_MEMORY)
+        return answer
+
+    crowded = state.waiting + len(parts) > ATTEND_CROWD
+    answer = await (unless_left(context, compute) if crowded else compute())
+    return Blob((memoryview(answer.buffer),), answer.nbytes, answer)  # type: ignore[arg-type]  # NumPy's stubs
 
 
-# On the compute thread. Whoever asked may have gone: what is needed is held here, the block and its charge included.
+def vectors_at_once(rows: int, dim: int, top_k: int) -> int:
+    """How many vectors are computed in one part, at least one: 100 to 200 ms of work, and a few times 20 MiB of scores.
 
-
-def _attend_once(block: IndexBlock, dim: int, query: Query, backend: Backend) -> Attended:
-    keys, values = arrays(block, dim)
-    return backend.attend_once(keys[None], values[None], query)
-
-
-def _load(block: IndexBlock, dim: int, backend: Backend) -> Resident:
-    keys, values = arrays(block, dim)
-    return backend.load(keys[None], values[None])
-
-
-def _attend(resident: Resident, query: Query, backend: Backend) -> Attended:
-    return backend.attend(resident, [query])[0]
-
-
-def _sent(output: Floats, table: IndexTable) -> Blob:
-    """An answer, charged until it is sent."""
-    memory = Memory(output.reshape(-1).view(np.uint8), table.ledger)
-    memory.drop(memory.nbytes)
-    return Blob((memoryview(memory.buffer),), memory.nbytes, memory)  # type: ignore[arg-type]  # NumPy's stubs
-
-
-async def _compute(context: Context, state: Indexes, function: Callable[[Backend], T]) -> T:
-    """Run something on the compute thread of the ATTEND family, or with NumPy in a thread if that is not loaded."""
-    attention = context.services.state.get(ATTEND)
-    try:
-        if attention is not None:
-            call: Callable[[Callable[[Backend], T]], Awaitable[T]] = attention.worker.call
-            return await call(function)
-        if state.backend is None:
-            from pion.compute.backends import make_backend  # only now: most servers never compute here
-
-            state.backend = make_backend("numpy")
-        return await context.in_thread(function, state.backend)
-    except MemoryError as error:
-        raise OutOfMemoryError("there is no memory to compute this query now") from error
-
-
-async def _one_piece(context: Context, state: Indexes, index: AttentionIndex) -> IndexBlock:
-    """All rows of an index as one block in memory; copied together, once, if they are several.
-
-    Raises CommandError if rows are damaged on disk, OutOfMemoryError. Cancellation: the index stays as it was.
+    `top_k` 0 multiplies matrices with a BLAS. Else equal keys must tie, which a BLAS doesn't promise; without it the
+    same takes ten times as long.
     """
-    while not index.whole:
-        lock = state.gathering.setdefault(index, trio.Lock())
-        try:
-            async with lock:
-                if not index.whole:
-                    return await _gather(context, state, index)
-        finally:
-            if not lock.locked():
-                state.gathering.pop(index, None)
-    return index.blocks[0]
+    products = rows * (dim + SCORE_PRODUCTS)
+    return max(1, (ATTEND_EXACT_PRODUCTS if top_k else ATTEND_PRODUCTS) // products)
+
+
+def _attend(block: IndexBlock, dim: int, rows: int, query: Query, answer: Memory, first: int) -> bool:
+    """On the thread. Whoever asked may have gone: block and answer are held here, with their charge.
+
+    Returns whether there was memory: an exception from a thread would hold them until the next garbage collection.
+    """
+    keys, values = arrays(block, dim)
+    try:
+        with one_numpy_thread():
+            found = BACKEND.attend_once(keys[None, :rows], values[None, :rows], query).output[0]
+    except MemoryError:
+        return False
+    np.frombuffer(answer.buffer, np.float32).reshape(-1, dim)[first : first + len(found)] = found
+    return True
+
+
+def _answer(nbytes: int, table: IndexTable) -> Memory:
+    """Memory for an answer, charged until the last reference to it is gone. Raises OutOfMemoryError."""
+    try:
+        memory = Memory(np.empty(nbytes, np.uint8), table.ledger)
+    except MemoryError as error:
+        raise OutOfMemoryError(NO_MEMORY) from error
+    memory.drop(memory.nbytes)
+    return memory
+
+
+async def _one_piece(context: Context, state: Indexes, index: AttentionIndex, rows: int) -> IndexBlock:
+    """A block in memory that begins with the first `rows` rows of an index; copied together, once, if they are several.
+    Fewer are left if the disk refused the last ones meanwhile.
+
+    Raises CommandError if rows are damaged on disk, or the index was dropped before the copy was begun;
+    OutOfMemoryError. Cancellation: the index stays as it was.
+    """
+    found = index.piece(rows)
+    if found is not None:
+        return found
+    gathering = state.gathering.setdefault(index, Gathering())
+    try:
+        async with gathering.lock:
+            found = index.piece(rows)
+            if found is None:
+                found = gathering.copy
+                if found is None or found.rows < min(rows, index.rows):
+                    found = gathering.copy = await _gather(context, state, index)
+            return found
+    finally:
+        if not gathering.lock.locked():  # nobody waits for it either
+            state.gathering.pop(index, None)
 
 
 async def _gather(context: Context, state: Indexes, index: AttentionIndex) -> IndexBlock:
     sources = index.blocks
     await _verified(context, state, index, sources)
     table = state.table
-    table.index(index.name)  # what was dropped meanwhile has no room reserved
+    if table.find(index.name) is not index:  # nothing is reserved for it any more
+        raise CommandError(f"no index {show(index.name)}: it was dropped before the query could read it")
     target = filled = None
     try:
         try:

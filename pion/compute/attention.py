@@ -85,6 +85,8 @@ class Query:
 class Attended:
     """The answer: `output` `[H_q, M, D]`, and `lse` `[H_q, M]`, the natural log of the sum of exp(score) over all rows
     that were read, with which answers over different rows are merged; `[H_q, 0]` if the query didn't want it.
+
+    Where every score is -inf, or no row was read, the output is NaN and the LSE -inf.
     """
 
     output: Floats
@@ -110,6 +112,13 @@ class Resident(Protocol):
     def nbytes(self) -> int:
         """Memory of K and V on the device, and of what is kept beside them (block means)."""
 
+    def forget_means(self) -> None:
+        """Let go of block means that are kept beside K and V, if any: `nbytes` is then that of K and V alone.
+
+        On any thread, at any time; doesn't wait. A query under way uses them to its end, or keeps new ones; a later one
+        works them out anew and keeps them again.
+        """
+
 
 class Backend(Protocol):
     """Computes on one device, in one precision. Every method runs on the compute thread only and may take long."""
@@ -121,6 +130,10 @@ class Backend(Protocol):
     @property
     def device(self) -> str:
         """For people: which device, which library, which precision, for example `cpu, OpenBLAS, fp32`."""
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value of K or V as it is held. This one may be read on any thread."""
 
     def load(self, keys: Floats, values: Floats) -> Resident:
         """Copy K and V `[H, N, D]` to the device, in the backend's precision. The arguments may be changed afterwards.
@@ -135,7 +148,8 @@ class Backend(Protocol):
         """Answer all, in order. Those that differ in nothing but `q` and the suffix read the prefix together.
 
         The answers are evaluated, float32, and own their memory. Shapes were checked by the caller. A query with NaN or
-        infinity gets what IEEE arithmetic makes of it; other heads and queries don't notice. Raises MemoryError.
+        infinity gets what IEEE arithmetic makes of it; other heads and queries don't notice. So it is with rows: NaN or
+        infinity in K or V reaches those who read the row, and nobody else. Raises MemoryError.
         """
 
     def attend_once(self, keys: Floats, values: Floats, query: Query) -> Attended:

@@ -7,7 +7,8 @@ still read the prefix in one call. Query heads that share a KV head are more que
 `[H_kv, group * M, D]`; K and V are copied for them only if `head_map` is irregular.
 
 Where the highest scores decide what is read (`top_k`, blocks), q . k is multiplied and summed rather than a matrix
-product: the kernels of a BLAS round a row differently according to its place, and then equal keys would not tie.
+product: the kernels of a BLAS round a row differently according to its place, and then equal keys would not tie. The
+CPU has that done by NumPy.
 
 In fp16, K, V and Q are rounded to it. A GPU keeps K and V that way. The CPU has no half-precision arithmetic in MLX
 (thirteen times slower), so there the rounded values are kept in fp32. Arithmetic other than the fast call's is in fp32.
@@ -46,7 +47,9 @@ from pion.compute.mlx_parts import (
 from pion.compute.threads import one_blas_thread
 
 CACHED_BLOCK_ROWS: Final = 16
-"""Means of smaller blocks aren't kept: they would take more than a 32nd of the memory of K and V."""
+"""Means of smaller blocks aren't kept: they would take more than a 32nd of the memory of K and V, or more than a 16th
+where those are held in fp16. The means are always fp32.
+"""
 
 COPY_VALUES: Final = 1 << 20
 """Values that one call of `mx.array` copies, a few milliseconds, where it has to."""
@@ -64,8 +67,8 @@ class MlxResident:
 
     keys: mx.array
     values: mx.array
-    _means_rows: int = 0
-    _means: mx.array | None = None
+    _kept: tuple[int, mx.array] | None = None
+    """Block means and the rows of a block: one reference, as another thread may let go of it."""
 
     @property
     def heads(self) -> int:
@@ -85,18 +88,23 @@ class MlxResident:
     @property
     def nbytes(self) -> int:
         """Memory of K, V and the block means that are kept: those of the block size asked for last."""
-        means = self._means
-        return int(self.keys.nbytes + self.values.nbytes + (means.nbytes if means is not None else 0))
+        kept = self._kept
+        return int(self.keys.nbytes + self.values.nbytes + (kept[1].nbytes if kept is not None else 0))
 
     def means(self, rows: int, first: int) -> mx.array:
         """Mean keys of blocks of `rows` rows from row `first` on, fp32 `[H_kv, blocks, D]`; those from 0 are kept."""
-        if first == 0 and rows == self._means_rows and self._means is not None:
-            return self._means
+        kept = self._kept
+        if first == 0 and kept is not None and rows == kept[0]:
+            return kept[1]
         means = block_means(self.keys[:, first:], rows)
         if first == 0 and rows >= CACHED_BLOCK_ROWS:
             mx.eval(means)
-            self._means_rows, self._means = rows, means
+            self._kept = rows, means
         return means
+
+    def forget_means(self) -> None:
+        """Let go of block means that are kept, on any thread."""
+        self._kept = None
 
 
 @attrs.frozen
@@ -117,6 +125,11 @@ class MlxBackend:
             place = f"cpu, {blas.get(device.prepare().state, 'reference BLAS')}"
         precision = "fp32" if not self.fp16 else "fp16" if self.gpu else "fp16 (rounded to, computed in fp32)"
         return f"{place}, MLX {device.version('mlx')}, {precision}"
+
+    @property
+    def value_bytes(self) -> int:
+        """4, or 2 for fp16 on a GPU."""
+        return 2 if self.fp16 and self.gpu else 4
 
     def load(self, keys: Floats, values: Floats) -> MlxResident:
         """Copy K and V `[H, N, D]`. Raises MemoryError."""
@@ -171,7 +184,7 @@ class MlxBackend:
             raise TypeError(msg)
         groups: dict[Hashable, list[int]] = {}
         for number, query in enumerate(queries):
-            groups.setdefault(_kind(query), []).append(number)
+            groups.setdefault(self._kind(query), []).append(number)
         answers: dict[int, Attended] = {}
         small = not self.gpu and sum(query.q.shape[1] for query in queries) <= SINGLE_THREAD_QUERIES
         with _memory_errors(), one_blas_thread() if small else nullcontext():
@@ -180,6 +193,12 @@ class MlxBackend:
                 answer = self._fast if self.gpu and _is_plain(group[0]) else self._merged
                 answers.update(zip(numbers, answer(resident, group), strict=True))
         return [answers[number] for number in range(len(queries))]
+
+    def _kind(self, query: Query) -> Hashable:
+        """Queries of one kind read the prefix in one call."""
+        head_map = None if query.head_map is None else query.head_map.tobytes()
+        sparse = id(query.sparse) if isinstance(query.sparse, Chosen) else query.sparse
+        return query.q.shape[0], head_map, query.top_k, query.window, sparse, self.gpu and _is_plain(query)
 
     def _fast(self, resident: MlxResident, group: Sequence[Query]) -> list[Attended]:
         """Queries that read all visible rows and want no LSE."""
@@ -205,15 +224,31 @@ class MlxBackend:
         return [Attended(each, nothing) for each in _split(output, group)]
 
     def _merged(self, resident: MlxResident, group: Sequence[Query]) -> list[Attended]:
-        """Any queries that ask the same of the prefix, each with its own suffix."""
+        """Any queries that ask the same of the prefix, each with its own suffix.
+
+        Values are taken to be finite. Those that aren't show in the answer, and then it is worked out with more care.
+        """
+        answers = self._computed(resident, group, guard=False)
+        doubtful = [
+            number
+            for number, query in enumerate(group)
+            if _skips_rows(query) and not np.isfinite(answers[number].output).all()
+        ]
+        if doubtful:
+            again = self._computed(resident, [group[number] for number in doubtful], guard=True)
+            for number, answer in zip(doubtful, again, strict=True):
+                answers[number] = answer
+        return answers
+
+    def _computed(self, resident: MlxResident, group: Sequence[Query], *, guard: bool) -> list[Attended]:
         q = self._rounded(self._copied(_joined(group))).astype(mx.float32)
-        prefix = in_pieces(q, *_prefix(resident, group[0]))
+        prefix = in_pieces(q, *self._prefix(resident, group[0], guard=guard))
         outputs, sums, start = [], [], 0
         for query in group:
             end = start + query.q.shape[1]
             whole = prefix.queries(start, end)
             if query.suffix is not None and query.suffix.keys.shape[1]:
-                whole = whole.merge(self._suffix(q[:, start:end], query.suffix, query.head_map))
+                whole = whole.merge(self._suffix(q[:, start:end], query.suffix, query.head_map, guard=guard))
             outputs.append(whole.output())
             sums.append(whole.lse() if query.want_lse else None)
             start = end
@@ -224,7 +259,32 @@ class MlxBackend:
             for output, lse in zip(outputs, sums, strict=True)
         ]
 
-    def _suffix(self, q: mx.array, suffix: Suffix, head_map: Indices | None) -> Partial:
+    def _prefix(self, resident: MlxResident, query: Query, *, guard: bool) -> tuple[Compute, int]:
+        """What a query reads of the prefix, and how many values an intermediate array has for one query."""
+        first = _first_visible(query, resident)
+        rows = resident.rows - first
+        q_heads = query.q.shape[0]
+        if isinstance(query.sparse, Chosen):
+            return _chosen(resident, query.sparse, query.head_map, first), query.sparse.indices.size
+        if isinstance(query.sparse, Blocks) and query.sparse.top * query.sparse.rows < rows:
+            chosen_values = q_heads * query.sparse.top * query.sparse.rows * resident.head_dim
+            blocks_values = q_heads * -(-rows // query.sparse.rows)
+            by_block = _blocks(resident, query.sparse, query.head_map, first, gpu=self.gpu)
+            return by_block, max(chosen_values, blocks_values)
+        top = query.top_k if query.top_k < rows else 0
+        heads = Heads.of(query.head_map, resident.heads)
+        keys = heads.expand(resident.keys[:, first:]).astype(mx.float32)
+        values = heads.expand(resident.values[:, first:]).astype(mx.float32)
+
+        def compute(q: mx.array, _first: int) -> Partial:
+            if not top:
+                return partial(heads, heads.ungroup(products(heads.group(q), keys), q), values)
+            found = heads.ungroup(exact_products(heads.group(q), keys, gpu=self.gpu), q)
+            return partial(heads, found, values, are_highest(found, top), guard=guard)
+
+        return compute, q_heads * rows
+
+    def _suffix(self, q: mx.array, suffix: Suffix, head_map: Indices | None, *, guard: bool) -> Partial:
         heads = Heads.of(head_map, suffix.keys.shape[0])
         keys, values = (heads.expand(self._rounded(self._copied(each))) for each in (suffix.keys, suffix.values))
         keys, values = keys.astype(mx.float32), values.astype(mx.float32)
@@ -232,19 +292,16 @@ class MlxBackend:
 
         def compute(q: mx.array, first: int) -> Partial:
             found = heads.ungroup(products(heads.group(q), keys), q)
-            if count > 1:
-                last_seen = mx.arange(rows - count + first, rows - count + first + q.shape[1])
-                found = mx.where(mx.arange(rows) <= last_seen[:, None], found, NOTHING)
-            return partial(heads, found, values, may_see_nothing=count > rows)
+            last_seen = mx.arange(rows - count + first, rows - count + first + q.shape[1])
+            seen = mx.arange(rows) <= last_seen[:, None] if count > 1 else None
+            return partial(heads, found, values, seen, guard=guard)
 
         return in_pieces(q, compute, int(q.shape[0]) * rows)
 
 
-def _kind(query: Query) -> Hashable:
-    """Queries of one kind read the prefix in one call."""
-    head_map = None if query.head_map is None else query.head_map.tobytes()
-    sparse = id(query.sparse) if isinstance(query.sparse, Chosen) else query.sparse
-    return query.q.shape[0], head_map, query.top_k, query.window, sparse, _is_plain(query)
+def _skips_rows(query: Query) -> bool:
+    """Whether rows are read together that some of its queries must not read: what is gathered has none of the kind."""
+    return bool(query.top_k) or (query.suffix is not None and query.q.shape[1] > 1)
 
 
 def _is_plain(query: Query) -> bool:
@@ -271,48 +328,22 @@ def _split(output: Floats, group: Sequence[Query]) -> Iterator[Floats]:
         start = end
 
 
-def _prefix(resident: MlxResident, query: Query) -> tuple[Compute, int]:
-    """What a query reads of the prefix, and how many values an intermediate array has for one query."""
-    first = _first_visible(query, resident)
-    rows = resident.rows - first
-    q_heads = query.q.shape[0]
-    if isinstance(query.sparse, Chosen):
-        return _chosen(resident, query.sparse, query.head_map, first), query.sparse.indices.size
-    if isinstance(query.sparse, Blocks) and query.sparse.top * query.sparse.rows < rows:
-        chosen_values = q_heads * query.sparse.top * query.sparse.rows * resident.head_dim
-        blocks_values = q_heads * -(-rows // query.sparse.rows)
-        return _blocks(resident, query.sparse, query.head_map, first), max(chosen_values, blocks_values)
-    top = query.top_k if query.top_k < rows else 0
-    heads = Heads.of(query.head_map, resident.heads)
-    keys = heads.expand(resident.keys[:, first:]).astype(mx.float32)
-    values = heads.expand(resident.values[:, first:]).astype(mx.float32)
-
-    def compute(q: mx.array, _first: int) -> Partial:
-        if not top:
-            return partial(heads, heads.ungroup(products(heads.group(q), keys), q), values)
-        found = heads.ungroup(exact_products(heads.group(q), keys), q)
-        return partial(heads, mx.where(are_highest(found, top), found, NOTHING), values)
-
-    return compute, q_heads * rows
-
-
 def _chosen(resident: MlxResident, chosen: Chosen, head_map: Indices | None, first: int) -> Compute:
     """Rows that the caller chose: gathered, `[H_q, K, D]`."""
     rows, counts = chosen.indices.astype(np.int64), chosen.counts.astype(np.int64)
     seen = (np.arange(rows.shape[1]) < counts[:, None]) & (rows >= first)
     heads = np.arange(rows.shape[0]) if head_map is None else head_map.astype(np.int64)
-    # What isn't read repeats a row that may be read: the place may hold any number, and a far row might be infinite.
-    places = heads[:, None] * resident.rows + np.where(seen, rows, rows[:, :1])
-    wanted, visible = mx.array(places), mx.array(seen)[:, None]
-    keys, values = (_gathered(each, wanted) for each in (resident.keys, resident.values))
+    places = mx.array(heads[:, None] * resident.rows + np.where(seen, rows, 0))
+    visible = None if seen.all() else mx.array(seen)
+    keys, values = _gathered(resident.keys, places), _gathered(resident.values, places, visible)
 
     def compute(q: mx.array, _first: int) -> Partial:
-        return partial(Heads(1), mx.where(visible, products(q, keys), NOTHING), values, may_see_nothing=first > 0)
+        return partial(Heads(1), products(q, keys), values, None if visible is None else visible[:, None])
 
     return compute
 
 
-def _blocks(resident: MlxResident, blocks: Blocks, head_map: Indices | None, first: int) -> Compute:
+def _blocks(resident: MlxResident, blocks: Blocks, head_map: Indices | None, first: int, *, gpu: bool) -> Compute:
     """Blocks that each query of each head chooses by their mean key: gathered, `[H_q, M, top * rows, D]`."""
     means = resident.means(blocks.rows, first)
     count, end = int(means.shape[1]), resident.rows
@@ -321,24 +352,27 @@ def _blocks(resident: MlxResident, blocks: Blocks, head_map: Indices | None, fir
     starts = mx.array(kv_heads.astype(np.int64) * end)[:, None, None]
 
     def compute(q: mx.array, _first: int) -> Partial:
-        by_block = heads.ungroup(exact_products(heads.group(q), heads.expand(means)), q)
+        by_block = heads.ungroup(exact_products(heads.group(q), heads.expand(means), gpu=gpu), q)
         numbers = mx.where(are_highest(by_block, blocks.top), mx.arange(count), count)
         numbers = mx.sort(numbers, axis=-1)[..., : blocks.top]
         rows = (numbers[..., None] * blocks.rows + mx.arange(blocks.rows)).flatten(-2) + first
-        seen = rows < end
+        seen = rows < end if (end - first) % blocks.rows else None
         places = starts + mx.minimum(rows, end - 1)
-        keys, values = (_gathered(each, places) for each in (resident.keys, resident.values))
-        found = mx.where(seen, products(q[:, :, None], keys).squeeze(-2), NOTHING)
-        highest, weights = weigh(found, resident.head_dim)
+        keys, values = _gathered(resident.keys, places), _gathered(resident.values, places, seen)
+        found = products(q[:, :, None], keys).squeeze(-2)
+        highest, weights = weigh(found if seen is None else mx.where(seen, found, NOTHING), resident.head_dim)
         weighted = (weights[:, :, None] @ values).squeeze(-2)
         return Partial(highest, weights.sum(-1, keepdims=True), weighted)
 
     return compute
 
 
-def _gathered(rows: mx.array, places: mx.array) -> mx.array:
-    """Rows of `[H, N, D]` by `head * N + row`, in fp32."""
-    return mx.take(rows.reshape(-1, rows.shape[-1]), places, axis=0).astype(mx.float32)
+def _gathered(rows: mx.array, places: mx.array, seen: mx.array | None = None) -> mx.array:
+    """Rows of `[H, N, D]` by `head * N + row`, in fp32. Zeros where they aren't seen, if that is given: the row that
+    is in such a place may be infinite.
+    """
+    found = mx.take(rows.reshape(-1, rows.shape[-1]), places, axis=0).astype(mx.float32)
+    return found if seen is None else mx.where(seen[..., None], found, 0.0)
 
 
 @contextmanager

@@ -42,6 +42,9 @@ class NumpyResident:
         """Memory of K and V."""
         return self.keys.nbytes + self.values.nbytes
 
+    def forget_means(self) -> None:
+        """Nothing: none are kept."""
+
 
 @attrs.frozen
 class NumpyBackend:
@@ -55,6 +58,11 @@ class NumpyBackend:
         """For example `cpu, NumPy 2.4.6, fp32`."""
         precision = "fp16 (rounded to, computed in fp32)" if self.fp16 else "fp32"
         return f"cpu, NumPy {np.__version__}, {precision}"
+
+    @property
+    def value_bytes(self) -> int:
+        """4: values rounded to fp16 are held in fp32, too."""
+        return 4
 
     def load(self, keys: Floats, values: Floats) -> NumpyResident:
         """Copy K and V `[H, N, D]`. Raises MemoryError."""
@@ -98,33 +106,37 @@ class NumpyBackend:
                 wanted = wanted[wanted >= first] - first
                 keys, values = keys[wanted], values[wanted]
             scores = _scores(q[head], keys, exact=bool(query.top_k))
+            seen = np.ones(scores.shape, bool)
             if isinstance(query.sparse, Blocks):
-                scores[~_in_best_blocks(q[head], keys, query.sparse)] = -np.inf
-            if 0 < query.top_k < scores.shape[1]:
-                scores[~_highest(scores, query.top_k)] = -np.inf
+                seen = _in_best_blocks(q[head], keys, query.sparse)
+            elif 0 < query.top_k < scores.shape[1]:
+                seen = _highest(scores, query.top_k)
             if query.suffix is not None:
-                behind, more = self._suffix(q[head], query.suffix, kv_head)
+                behind, more, too = self._suffix(q[head], query.suffix, kv_head)
                 scores, values = np.concatenate([scores, behind], axis=1), np.concatenate([values, more])
-            output[head], lse[head] = _softmax(scores, values)
+                seen = np.concatenate([seen, too], axis=1)
+            output[head], lse[head] = _softmax(scores, values, seen)
         return Attended(output, lse if query.want_lse else np.empty((heads, 0), np.float32))
 
-    def _suffix(self, q: Floats, suffix: Suffix, kv_head: int) -> tuple[Floats, Floats]:
-        """Scores `[M, S]`, -inf where a query doesn't see the row, and the values."""
+    def _suffix(self, q: Floats, suffix: Suffix, kv_head: int) -> tuple[Floats, Floats, np.ndarray]:
+        """Scores `[M, S]`, the values, and which rows each query sees."""
         scores = _scores(q, self._rounded(suffix.keys[kv_head]), exact=False)
         count, rows = scores.shape
-        last_seen = np.arange(rows - count, rows)
-        scores[np.arange(rows) > last_seen[:, None]] = -np.inf
-        return scores, self._rounded(suffix.values[kv_head])
+        seen = np.arange(rows) <= np.arange(rows - count, rows)[:, None]
+        return scores, self._rounded(suffix.values[kv_head]), seen
 
 
-def _softmax(scores: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Output `[M, D]` and LSE `[M]`; NaN and -inf if there is no row."""
-    if not scores.shape[1]:
-        return np.full((len(scores), values.shape[1]), np.nan, np.float32), np.full(len(scores), -np.inf, np.float32)
-    highest = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - highest)
+def _softmax(scores: Floats, values: Floats, seen: np.ndarray) -> tuple[Floats, Floats]:
+    """Output `[M, D]` and LSE `[M]` over the rows that each query sees; NaN and -inf if there is none."""
+    scores = np.where(seen, scores, np.float32(-np.inf))
+    highest = scores.max(axis=1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(highest), 0, highest))
     total = weights.sum(axis=1, keepdims=True)
-    return (weights @ values) / total, (highest + np.log(total))[:, 0]
+    weighted = weights @ values
+    # Zero times infinity is NaN: a row that isn't seen may have got in by that.
+    for number in np.flatnonzero(~np.isfinite(weighted).all(axis=1) & ~seen.all(axis=1)):
+        weighted[number] = weights[number, seen[number]] @ values[seen[number]]
+    return weighted / total, (highest + np.log(total))[:, 0]
 
 
 def _scores(q: Floats, keys: Floats, *, exact: bool) -> Floats:

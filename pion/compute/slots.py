@@ -4,9 +4,10 @@ WARM has its K and V on the compute device. COLD is remembered only: its rows ma
 KV.PREFIX.WARM brings it back. Both are bounded, and both give up what has not been used for longest: a WARM one becomes
 COLD when slots or bytes run out, a COLD one is forgotten.
 
-Pure and synchronous: called on one thread, each call is atomic and costs O(1), or O(1) for each layer that it demotes
-or drops. A `Resident` is immutable, so a query that has got one finishes on it whatever happens to the slot; its memory
-is then not counted here.
+Pure and synchronous: called on one thread, each call is atomic and costs O(1), or O(1) for each layer of the session
+that it is about, or that it demotes or drops. A `Resident` is immutable, so a query that has got one finishes on it
+whatever happens to the slot; its memory is then not counted here. Block means that a query leaves beside it are counted
+as soon as the slot is looked at. What a read adds never demotes anything: means that don't fit are let go.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Slots:
         self._warm: OrderedDict[Key, Warm] = OrderedDict()
         self._cold: OrderedDict[Key, Cold] = OrderedDict()
         self._layers: dict[bytes, set[int]] = {}
-        self._source: dict[bytes, bytes] = {}
-        self._sids: dict[bytes, set[bytes]] = {}
+        self._source: dict[Key, bytes] = {}
+        self._made: dict[bytes, set[Key]] = {}
+        """What was made from each source."""
         self._nbytes = 0
         self._demotions = 0
         self._rehydrates = 0
@@ -118,7 +120,7 @@ class Slots:
     def put(self, sid: bytes, layer: int, resident: Resident, now_s: float, source: bytes | None = None) -> None:
         """Make the layer WARM, in place of what was there, and demote others until it fits.
 
-        `source` is the prefix that it was made from, if any: `drop_source` finds the session by the last one given.
+        `source` is the prefix that it was made from, if any, and in place of what was said of the layer before.
         Raises OutOfMemoryError if it is larger than the budget alone; then nothing changed.
         """
         self.check_room(resident.nbytes)
@@ -131,23 +133,30 @@ class Slots:
         warm = self._warm[key] = Warm(resident, now_s, resident.nbytes)
         self._nbytes += warm.nbytes
         self._layers.setdefault(sid, set()).add(layer)
-        if source is not None and self._source.get(sid) != source:
-            self._forget_source(sid)
-            self._source[sid] = source
-            self._sids.setdefault(source, set()).add(sid)
+        self._forget_source(key)
+        if source is not None:
+            self._source[key] = source
+            self._made.setdefault(source, set()).add(key)
         self.trim()
 
     def recount(self, sid: bytes, layer: int) -> None:
-        """Count what a WARM layer takes now, and demote others until it fits: a query may have made it larger."""
+        """Count what a WARM layer takes now: a query may have made it larger. If that doesn't fit, its means go."""
         warm = self._warm.get((sid, layer))
-        if warm is not None and self._recount(warm):
-            self.trim()
+        if warm is not None:
+            self._recount(warm)
 
     def trim(self) -> None:
-        """Demote and forget until the limits are kept; they may have been lowered."""
+        """Demote and forget until the limits are kept; they may have been lowered.
+
+        A layer that fits without its block means loses only those.
+        """
         limits = self._limits()
         while self._warm and (len(self._warm) > limits.slots or self._nbytes > limits.nbytes):
-            self._demote()
+            oldest = next(iter(self._warm.values()))
+            oldest.resident.forget_means()
+            self._recount(oldest)
+            if len(self._warm) > limits.slots or self._nbytes > limits.nbytes:
+                self._demote()
         while len(self._cold) > limits.cold:
             (sid, layer), _ = self._cold.popitem(last=False)
             self._forget(sid, layer)
@@ -166,20 +175,25 @@ class Slots:
         return len(doomed)
 
     def drop_source(self, source: bytes) -> int:
-        """Forget every session that was made from this prefix; returns how many layers were WARM or COLD."""
-        return sum(self.drop(sid) for sid in list(self._sids.get(source, ())))
+        """Forget every layer that was made from this prefix; returns how many there were, WARM or COLD."""
+        return sum(self.drop(sid, layer) for sid, layer in list(self._made.get(source, ())))
+
+    def drop_other_sources(self, sid: bytes, source: bytes) -> int:
+        """Forget the layers of a session that were made from another prefix than this; returns how many there were."""
+        known = ((layer, self._source.get((sid, layer), source)) for layer in self._layers.get(sid, ()))
+        return sum(self.drop(sid, layer) for layer in [layer for layer, found in known if found != source])
 
     def statistics(self) -> SlotStatistics:
         """The counters now."""
         return SlotStatistics(len(self._warm), len(self._cold), self._nbytes, self._demotions, self._rehydrates)
 
-    def _recount(self, warm: Warm) -> int:
-        """What is counted for it is what it takes; returns by how much that grew."""
+    def _recount(self, warm: Warm) -> None:
         nbytes = warm.resident.nbytes
-        grown = nbytes - warm.nbytes
-        self._nbytes += grown
+        if nbytes > warm.nbytes and self._nbytes - warm.nbytes + nbytes > self._limits().nbytes:
+            warm.resident.forget_means()
+            nbytes = warm.resident.nbytes
+        self._nbytes += nbytes - warm.nbytes
         warm.nbytes = nbytes
-        return grown
 
     def _demote(self) -> None:
         key, warm = self._warm.popitem(last=False)
@@ -189,15 +203,16 @@ class Slots:
         self._demotions += 1
 
     def _forget(self, sid: bytes, layer: int) -> None:
+        self._forget_source((sid, layer))
         layers = self._layers[sid]
         layers.remove(layer)
         if not layers:
             del self._layers[sid]
-            self._forget_source(sid)
 
-    def _forget_source(self, sid: bytes) -> None:
-        source = self._source.pop(sid, None)
+    def _forget_source(self, key: Key) -> None:
+        source = self._source.pop(key, None)
         if source is not None:
-            self._sids[source].remove(sid)
-            if not self._sids[source]:
-                del self._sids[source]
+            made = self._made[source]
+            made.remove(key)
+            if not made:
+                del self._made[source]

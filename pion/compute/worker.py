@@ -141,7 +141,8 @@ class ComputeWorker:
         """Have a query answered and `done` called with the answer or an error, on the thread, without an await.
 
         Returns a function that takes it out of the queue again, if it waits there. None, and nothing is queued, if
-        there is no place or the worker doesn't run: `attend` then waits, or says why not. `done` must not raise.
+        there is no place or the worker doesn't run: `attend` then waits, or says why not. `done` is called once, at the
+        end of the server on the event loop; what it raises is only logged.
         """
         job = _Job(resident=resident, query=query, done=done)
         if not self._open or self._lot or not self._offer(job):
@@ -158,27 +159,29 @@ class ComputeWorker:
 
     async def _ask(self, job: _Job) -> Any:
         job.task = trio.lowlevel.current_task()
-        placed = not self._lot and self._offer(job)
-        while not placed:
-            self._full = True
+        if self._lot or not self._offer(job):
             await self._lot.park()
-            placed = self._offer(job)
+            self._offer(job, kept=True)
         # No checkpoint in between: waiting for the answer is one.
         await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: self._give_up(job))
         if job.error is not None:
             raise job.error
         return job.answer
 
-    def _offer(self, job: _Job) -> bool:
-        """Queue a job; False if there is no place. Raises ComputeError if the worker doesn't run."""
+    def _offer(self, job: _Job, *, kept: bool = False) -> bool:
+        """Queue a job; False if there is no place. `kept`: one is kept for it.
+
+        Raises ComputeError if the worker doesn't run.
+        """
         with self._lock:
             if not self._open:
                 raise ComputeError("attention is not available: the server is starting or stopping")
-            if self._open_jobs >= self._queue:
-                self._full = True  # under the lock, so that the thread can't miss it
-                return False
+            if not kept:
+                if self._open_jobs >= self._queue:
+                    self._full = True  # under the lock, so that the thread can't miss it
+                    return False
+                self._open_jobs += 1
             self._jobs.append(job)
-            self._open_jobs += 1
             wake, self._sleeping = self._sleeping, False
         if wake:
             self._wake.release()
@@ -190,12 +193,19 @@ class ComputeWorker:
                 return
             self._jobs.remove(job)
             self._open_jobs -= 1
+            job.done = None
         self._admit()
 
     def _admit(self) -> None:
-        """There are places: as many as wait try again, in their order."""
-        self._lot.unpark(count=max(0, self._queue - self._open_jobs))
-        self._full = bool(self._lot)
+        """Keep the free places for those who have waited longest, and wake them.
+
+        Under the lock: whoever goes on waiting does so behind jobs that the thread has not finished, and is seen by it.
+        """
+        with self._lock:
+            places = min(self._queue - self._open_jobs, len(self._lot))
+            self._open_jobs += places
+            self._full = len(self._lot) > places
+        self._lot.unpark(count=places)
 
     def _give_up(self, job: _Job) -> trio.lowlevel.Abort:
         job.task = None
@@ -206,7 +216,7 @@ class ComputeWorker:
         for job in jobs:
             task, job.task = job.task, None
             if job.done is not None:
-                job.done(None, job.error)
+                self._tell(job)
             elif task is not None:
                 trio.lowlevel.reschedule(task)
 
@@ -215,15 +225,27 @@ class ComputeWorker:
             job.error = ComputeError("attention is not available: the server is stopping")
         self._deliver(jobs)
 
+    def _tell(self, job: _Job) -> None:
+        """Call `done`, once: the end of the server may come while the thread is at it. On either thread."""
+        with self._lock:
+            done, job.done = job.done, None
+        if done is not None:
+            try:
+                done(job.answer, job.error)
+            except Exception:
+                logger.exception("what was computed could not be handed over")
+
     # On the thread.
 
     def _compute(self) -> None:
         while (jobs := self._next()) is not None:
             self._answer(jobs)
+            waited_for = [job for job in jobs if job.done is None]
             for job in jobs:
                 if job.done is not None:
-                    job.done(job.answer, job.error)
-            waited_for = [job for job in jobs if job.done is None]
+                    self._tell(job)
+                    # Who may withdraw a job holds it until its reply is settled, and a layer is large.
+                    job.resident = job.query = job.answer = job.error = None
             if waited_for and not self._on_loop(self._deliver, waited_for):
                 return
             # What was answered must not be kept until the next job comes.

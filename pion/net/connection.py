@@ -157,9 +157,8 @@ class Connection:
         self._transport.close()
 
     def settle(self) -> None:
-        """Have the reply accounted for that a thread has sent, so that nothing is kept for it."""
-        if self._leaving.over:
-            self._transport.interrupt()
+        """Account for the reply that a thread has sent, if there is one, so that nothing is kept for it."""
+        self._leaving.collect()
 
     def take_any_byte(self) -> None:
         """Wake up for whatever part of a payload has arrived, so that a slow sender isn't taken for a silent one."""
@@ -342,24 +341,25 @@ class Connection:
             if not self._maybe_more and not outbox.left:
                 data = self._busy_poll.look(transport, READ_CHUNK_BYTES)
         while data is None:
-            self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
-            await transport.wait_readable()
-            outbox.left = False
-            if outbox.parts and not outbox.unlogged:
-                await self._outbox.flush()  # the log could send a part only
-            self._phase = Phase.RUNNING
+            if not leaving.over:  # else it was woken before it waited
+                self._phase = Phase.IDLE if self._parser.between_requests else Phase.RECEIVING
+                await transport.wait_readable()
+                outbox.left = False
+                if outbox.parts and not outbox.unlogged:
+                    await self._outbox.flush()  # the log could send a part only
+                self._phase = Phase.RUNNING
+                self._commands = 0
+                self._turn_end_ns = perf_counter_ns() + TURN_NS
             if leaving.over:
                 await leaving.settle()
                 if self._table.draining:
                     return False
-            self._commands = 0
-            self._turn_end_ns = perf_counter_ns() + TURN_NS
             data = transport.recv_nowait(READ_CHUNK_BYTES)
+        self._received += len(data)
         if leaving.some:
             await leaving.settle()
         # After a short read the socket is most likely empty: there is no use in asking at once.
         self._maybe_more = len(data) == READ_CHUNK_BYTES
-        self._received += len(data)
         self._parser.feed(data)
         return bool(data)
 

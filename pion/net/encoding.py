@@ -26,6 +26,11 @@ class Encoding:
         self._breathe = breathe
         """Lets others run, if it is time: a long array, such as EXEC's, may take more than a turn."""
 
+    @property
+    def promised(self) -> bool:
+        """The log must have something before the reply to the last command is sent."""
+        return bool(self._context.session.unlogged)
+
     async def append(self, request: Any, reply: Any, outbox: Outbox) -> None:
         """Append a reply; in place of a value that is none, the error that says so.
 
@@ -57,6 +62,10 @@ class Encoding:
         """
         context = self._context
         return self._lane.answer(request, await context.dispatch.run(context, later.entry, request, later))
+
+    def sent(self, request: Any, later: Later) -> None:
+        """Account for a reply that another thread has sent."""
+        self._context.dispatch.answered(self._context, request, later)
 
     def whole(self, request: Any, reply: Any) -> bytes:
         """The buffers of a handler's reply as one. Raises `TypeError` for what is none, or is made piece by piece."""

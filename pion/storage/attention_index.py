@@ -27,7 +27,7 @@ from pion.config import MIB, Config
 from pion.errors import CommandError, OutOfMemoryError
 from pion.limits import INLINE_ARG_BYTES
 from pion.replies import Buffer
-from pion.storage.attention_index_blocks import VALUE_BYTES, IndexBlock, again, arrays, empty_block
+from pion.storage.attention_index_blocks import VALUE_BYTES, IndexBlock, again, empty_block
 from pion.storage.ledger import Ledger, Memory
 from pion.storage.vstore import EXPIRE_BYTES, EXPIRED_FIRST, VStore
 
@@ -78,10 +78,15 @@ class AttentionIndex:
 
     @property
     def whole(self) -> bool:
-        """Whether all rows are one piece in memory, that `arrays` gives."""
-        if len(self.blocks) != 1 or self.blocks[0].mapped:
-            return False
-        return all(array.flags.aligned for array in arrays(self.blocks[0], self.dim))
+        """Whether all rows are one piece in memory."""
+        return len(self.blocks) == 1 and not self.blocks[0].mapped
+
+    def piece(self, rows: int) -> IndexBlock | None:
+        """The block in memory that begins with the first `rows` rows, or with all if there are fewer; None: they are in
+        several, or in a file. There must be rows.
+        """
+        first = self.blocks[0]
+        return None if first.mapped or first.stop < min(rows, self.rows) else first
 
     def cover(self, start: int, stop: int) -> Iterator[tuple[IndexBlock, int, int]]:
         """The blocks of rows [start, stop), which must be there, each with the range to take from it."""

@@ -296,6 +296,10 @@ class Gate:
         self.device = self._inner.device
         return self
 
+    @property
+    def value_bytes(self) -> int:
+        return self._inner.value_bytes
+
     def _pass(self) -> None:
         self.threads.add(threading.get_ident())
         self.entered.set()
@@ -324,7 +328,9 @@ class Gate:
         return self._inner.attend(resident, queries)
 
     def attend_once(self, keys: Array, values: Array, query: Query) -> Attended:
-        return self.attend(self._inner.load(keys, values), [query])[0]
+        self.batches.append(1)
+        self._pass()
+        return self._inner.attend_once(keys, values, query)
 
 
 # Numbers.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pion.commands import attend
-from pion.errors import Status
+from pion.commands import attend, attend_arguments, attend_binary
+from pion.errors import CommandError, Status
 from tests.commands.attend_support import (
     AUTO,
     AUTO_FUSED,
@@ -159,6 +161,69 @@ def test_numbers_out_of_range(server, wire) -> None:
             assert answer.startswith(f"-ERR {error}"), (form.command, position, value, answer)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=[form.command for form in FORMS])
+@pytest.mark.parametrize("value", [0, 65_537, 2**31, 2**32 - 1])
+def test_both_lanes_say_the_same_of_a_number(server, form, value: int) -> None:
+    """The same error, or the same answer. But for S_suf: its blobs are cut out of the body."""
+    numbers, blobs = GOOD[form]
+    with Wire(server) as wire, BinaryWire(server) as binary:
+        for position, what in enumerate(form.numbers):
+            if what == "S_suf" or (what == "K_sparse_max" and value == 65_537):
+                continue
+            bad = [*numbers[:position], value, *numbers[position + 1 :]]
+            answers = [client.ask(form, b"s", 0, bad, blobs) for client in (wire, binary)]
+            assert answers[0] == answers[1], what
+            if what == "top_k":
+                assert answers[0] == wire.ask(form, b"s", 0, numbers, blobs)
+            elif (what, value) != ("B", 65_537):  # rows of one block, and then two are too many
+                assert answers[0].startswith(f"-ERR {what} must be "), answers[0]
+        answers = [client.ask(form, b"s", 0, numbers, blobs, value) for client in (wire, binary)]
+        assert answers[0] == answers[1] == wire.ask(form, b"s", 0, numbers, blobs)
+
+
+def test_both_lanes_say_the_same_of_a_number_of_store(server) -> None:
+    with Wire(server) as wire, BinaryWire(server) as binary:
+        for position, what in enumerate(("H", "N", "D")):
+            for value in (0, 2**31, 2**32 - 1):
+                numbers = [2, 3, 8]
+                numbers[position] = value
+                answer = wire.call("ATTEND.PREFIX.STORE", "new", 0, *numbers, b"", b"")
+                assert answer.startswith(f"-ERR {what} must be "), answer
+                status, text = binary.frame(0x20, place(b"new", 0, *numbers), b"")
+                assert (status, text.decode()) == (Status.ERR, answer[1:])
+
+
+def test_the_limits_that_errors_name(server) -> None:
+    with Wire(server) as wire:
+        for args in (("ATTEND.QUERYBATCH", 65_537, 1, 8, 0, "", "", ""), ("KV.PREFIX.WARM", "p", 65_537, 8)):
+            assert wire.call(*args) == "-ERR H must be an integer from 1 to 65536, got 65537"
+        assert wire.call("ATTEND.QUERYBATCH", 1, 2**31, 8, 0, "x" * 32, "", "") == (
+            "-ERR N must be an integer from 1 to 2147483647, got 2147483648"
+        )
+
+
+def test_many_heads_are_checked_in_a_thread(server, wire, monkeypatch) -> None:
+    """Each may name one row only: then their number is what takes the time."""
+    heads = 20_000
+    threads = []
+    check = attend_arguments.chosen
+
+    def chosen(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return check(*args)
+
+    monkeypatch.setattr(attend_arguments, "chosen", chosen)
+    keys, q = normal(1, heads, 1, 8), normal(2, heads, 1, 8)
+    assert wire.store(b"wide", 0, keys, keys) == "OK"
+    one = blob(ids(*[0] * heads)), blob(ids(*[1] * heads))
+    assert (floats(wire.ask(SPARSE, b"wide", 0, [heads, 8, 1], [blob(q), *one]), heads, 1, 8) == keys).all()
+    loop = server.run(threading.get_ident)
+    assert len(threads) == 1
+    assert threads[0] != loop
+    floats(wire.ask(SPARSE, b"s", 0, *GOOD[SPARSE]), HEADS, 1, WIDTH)
+    assert threads[1:] == [loop]
+
+
 def test_another_shape_than_stored(server, wire) -> None:
     wide = blob(normal(1, 2, 1, 16))
     answer = refused(server, wire, QUERY, b"s", 0, [2, 16, 0], [wide])
@@ -272,6 +337,19 @@ def test_any_numbers_and_any_body_are_answered(server, code: int, numbers: list[
         assert status in (Status.OK, Status.ERR, Status.MISS)
         assert b"internal error" not in text
         assert wire.lookup(b"s") in ("HIT", "MISS")
+
+
+@given(body=st.binary(max_size=300), sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3), queries=st.booleans())
+def test_what_is_cut_out_of_a_body_is_aligned(body: bytes, sizes: list[int], queries: bool) -> None:
+    """Or refused: MLX and a BLAS read by whole values."""
+    pieces = (attend_binary._cut_queries if queries else attend_binary._cut)(body, *sizes)
+    assert b"".join(pieces) == body
+    if queries and len(pieces[0]) % 4:
+        with pytest.raises(CommandError, match="Q must be H x M x D fp32 values"):
+            attend_arguments.queries(pieces[0], 1, 8)
+        return
+    for piece in pieces:
+        assert np.frombuffer(piece[: len(piece) // 4 * 4], np.uint32).flags.aligned
 
 
 def test_meta_that_ends_too_early_or_late(server) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import struct
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pion.commands import attend_common
 from pion.errors import StartupError
@@ -29,6 +35,7 @@ from tests.commands.attend_support import (
     floats,
     ids,
     normal,
+    place,
     serving,
     split_lse,
 )
@@ -346,6 +353,12 @@ def test_the_banner_says_what_computes() -> None:
         assert any(line.startswith("  attention  ") and "fp16" in line for line in banner(process))
 
 
+def test_the_banner_says_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(attend_common, "find_spec", lambda name: None)
+    with serving() as server:
+        assert server.run(lambda: attend_common.device_text(server.attention)).startswith("none: MLX isn't installed")
+
+
 def banner(process: ServerProcess) -> list[str]:
     """The lines of the banner, which is written at once; the port may be known before the rest was read."""
     process.stop()
@@ -367,7 +380,7 @@ def test_in_a_crowd_the_query_of_a_client_that_left_is_given_up(gated, gate, wir
         gated.wait_for(lambda: worker.waiting == 3)
         if half:
             third.socket.shutdown(socket.SHUT_WR)
-            assert third.read() == "-ERR the client stopped sending while its query waited behind others"
+            assert third.read() == "-ERR the client stopped sending while its query waited"
         else:
             third.__exit__()
         gated.wait_for(lambda: worker.waiting == 2)
@@ -388,3 +401,268 @@ def test_what_fails_in_a_crowd_is_said_as_ever(gated, gate, wire, monkeypatch) -
     gate.failure = None
     ask(wire, b"s", 3)
     check(wire.read(), oracle, 3)
+
+
+# Answers that the compute thread sends itself.
+
+LARGE = 300
+"""Query rows that make a request longer than what is copied out of the read buffer."""
+
+
+@attrs.frozen
+class Pipeline:
+    """Requests of one lane as bytes, and their replies read and compared in order."""
+
+    client: Wire | BinaryWire
+    oracle: Oracle
+
+    def encoded(self, number: int, what: str) -> bytes:
+        count = LARGE if what == "large" else 1
+        sid, data = (b"missing" if what == "missing" else b"s"), blob(self.queries(number, count))
+        if isinstance(self.client, Wire):
+            parts = [b"PING"] if what == "ping" else [QUERY.command.encode(), sid, b"0", b"2", b"16", b"0", data]
+            return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in parts)
+        code, meta = (0x02, b"") if what == "ping" else (QUERY.code, place(sid, 0, *NUMBERS, 0))
+        body = b"" if what == "ping" else data
+        return struct.pack("<HBBIB3sIQ", 0xCA5E, 1, code, number, 0, bytes(3), len(meta), len(body)) + meta + body
+
+    def queries(self, number: int, count: int) -> np.ndarray:
+        return normal(number, HEADS, count, WIDTH)
+
+    def check_next(self, number: int, what: str) -> None:
+        """The next reply is that of this request."""
+        if isinstance(self.client, Wire):
+            found = self.client.read()
+        else:
+            head = self.client._file.read(24)
+            magic, _, code, echoed, status, _, meta, size = struct.unpack("<HBBIB3sIQ", head)
+            assert (magic, code, echoed, meta) == (0xCA5E, 0x02 if what == "ping" else QUERY.code, number, 0)
+            body = self.client._file.read(size)
+            found = "PONG" if what == "ping" else body if status == 0 else "-" + body.decode()
+        if what == "ping":
+            assert found == "PONG"
+        elif what == "missing":
+            assert found == "-ERR session not found"
+        else:
+            count = LARGE if what == "large" else 1
+            expected, lse = self.oracle.attend(
+                self.queries(number, count), self.oracle.visible(np.empty((2, count, 0)))
+            )
+            if count == 1:
+                close(floats(found, HEADS, 1, WIDTH), expected)
+            else:
+                output, sums = split_lse(found, HEADS, count, WIDTH)
+                close(output, expected)
+                close(sums, lse)
+
+    def at_end(self) -> bool:
+        return self.client._file.read(1) == b""
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """A server with one layer, whose log of slow commands has everything."""
+    with serving() as server, Wire(server) as wire:
+        yield server, store(wire)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kinds=st.lists(st.sampled_from(["query", "query", "query", "ping", "missing", "large"]), min_size=1, max_size=8),
+    cuts=st.lists(st.tuples(st.integers(0, 10**9), st.booleans()), max_size=5),
+    half_closed=st.booleans(),
+    lane=st.sampled_from(sorted(LANES)),
+)
+def test_any_pipeline_cut_anywhere_is_answered_completely_and_in_order(stored, kinds, cuts, half_closed, lane) -> None:
+    server, oracle = stored
+    with LANES[lane](server) as client:
+        pipeline = Pipeline(client, oracle)
+        requests = [pipeline.encoded(number, what) for number, what in enumerate(kinds)]
+        ends, data = np.cumsum([len(each) for each in requests]), b"".join(requests)
+        start = read = 0
+        for stop, wait in [*sorted((where % len(data), wait) for where, wait in cuts), (len(data), True)]:
+            client.socket.sendall(data[start:stop])
+            start = stop
+            if stop == len(data) and half_closed:
+                client.socket.shutdown(socket.SHUT_WR)
+            while wait and read < len(kinds) and ends[read] <= stop:
+                pipeline.check_next(read, kinds[read])
+                read += 1
+        assert read == len(kinds)
+        assert not half_closed or pipeline.at_end()
+
+
+@pytest.mark.parametrize("lane", sorted(LANES))
+def test_what_comes_while_a_query_is_computed_is_answered_behind_it(gated, gate, wire, lane: str) -> None:
+    oracle = store(wire)
+    with LANES[lane](gated) as client:
+        pipeline, kinds = Pipeline(client, oracle), ["query", "ping", "query", "query", "large", "ping"]
+        gate.shut()
+        client.socket.sendall(pipeline.encoded(0, kinds[0]))
+        assert gate.entered.wait(60)
+        moved = gated.run(lambda: sum(each.progress for each in gated.services.net._connections))
+        for number, what in enumerate(kinds[1:], 1):
+            client.socket.sendall(pipeline.encoded(number, what))
+        gated.wait_for(lambda: sum(each.progress for each in gated.services.net._connections) > moved)
+        gate.open.set()
+        for number, what in enumerate(kinds):
+            pipeline.check_next(number, what)
+
+
+@pytest.mark.parametrize("lane", sorted(LANES))
+def test_a_client_that_sends_nothing_more_gets_its_answer(gated, gate, wire, lane: str) -> None:
+    oracle = store(wire)
+    with LANES[lane](gated) as client:
+        pipeline = Pipeline(client, oracle)
+        gate.shut()
+        client.socket.sendall(pipeline.encoded(0, "query"))
+        assert gate.entered.wait(60)
+        client.socket.shutdown(socket.SHUT_WR)
+        gate.open.set()
+        pipeline.check_next(0, "query")
+        assert pipeline.at_end()
+
+
+@pytest.mark.parametrize("lane", sorted(LANES))
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_server_that_drains_answers_first(gate, lane: str, waits: bool) -> None:
+    """What is being computed, and what waits behind it."""
+    with serving(backend=gate) as server, Wire(server) as first, LANES[lane](server) as client:
+        oracle = store(first)
+        pipeline = Pipeline(client, oracle)
+        if waits:
+            busy(server, gate, first)
+        gate.shut()
+        client.socket.sendall(pipeline.encoded(0, "query"))
+        if waits:
+            server.wait_for(lambda: server.attention.worker.waiting == 1)
+        else:
+            assert gate.entered.wait(60)
+        server.run(lambda: server.services.request_shutdown(False))
+        server.wait_for(lambda: server.services.net.draining)
+        gate.open.set()
+        pipeline.check_next(0, "query")
+        assert pipeline.at_end()
+
+
+def test_each_query_is_accounted_for_once(gated, gate, wire) -> None:
+    store(wire)
+    monitor = gated.services.monitor
+
+    def counts() -> tuple[int, int, int, dict[str, int]]:
+        counter = monitor.counter(QUERY.command.lower())
+        slow = [entry for entry in monitor.slow(-1) if b"QUERY" in bytes(entry.argv[0])]
+        return counter.calls, counter.failed, len(slow), dict(monitor.errors)
+
+    gated.run(lambda: setattr(monitor, "slower_than_ns", 0))
+    for seed in range(5):
+        ask(wire, b"s", seed)
+        wire.read()
+    gate.failure = MemoryError()
+    ask(wire, b"s", 5)
+    assert wire.read() == "-OOM the compute device has no memory for this query now"
+    gate.failure = None
+    for seed in (6, 7):
+        ask(wire, b"s", seed)
+    wire.read(), wire.read()
+    assert wire.call("PING") == "PONG"
+    assert gated.run(counts) == (8, 1, 8, {"OOM": 1})
+    before = gated.run(lambda: monitor.counter(QUERY.command.lower()).total_ns)
+    ask(wire, b"s", 8)
+    wire.read()
+    gated.wait_for(lambda: counts()[2] == 9)  # without another request: the connection is looked at
+    assert gated.run(lambda: monitor.counter(QUERY.command.lower()).total_ns) > before
+
+
+def test_in_a_transaction_and_without_replies(gated, wire) -> None:
+    oracle = store(wire)
+    with Wire(gated) as client:
+        assert client.call("MULTI") == "OK"
+        for seed in (1, 2):
+            ask(client, b"s", seed)
+            assert client.read() == "QUEUED"
+        answers = client.call("EXEC")
+        for seed, answer in zip((1, 2), answers, strict=True):
+            check(answer, oracle, seed)
+        client.send("CLIENT", "REPLY", "SKIP")
+        ask(client, b"s", 3)
+        ask(client, b"s", 4)
+        check(client.read(), oracle, 4)
+        client.send("CLIENT", "REPLY", "OFF")
+        for seed in (5, 6):
+            ask(client, b"s", seed)
+        client.send("CLIENT", "REPLY", "ON")
+        assert client.read() == "OK"
+        ask(client, b"s", 7)
+        check(client.read(), oracle, 7)
+    assert info(wire)["queries"] == 7
+
+
+def test_killed_while_the_thread_answers(stored) -> None:
+    """A descriptor is another client's as soon as it is closed: each gets answers to its own questions only."""
+    server, oracle = stored
+
+    def newest() -> int:
+        return max(each.id for each in server.services.clients)
+
+    with Wire(server) as operator:
+        assert operator.call("PING") == "PONG"
+        for turn in range(60):
+            last = server.run(newest)
+            first = LANES["binary" if turn % 2 else "resp"](server)
+            server.wait_for(lambda last=last: newest() > last)
+            number = server.run(newest)
+            killed = Pipeline(first, oracle)
+            first.socket.sendall(killed.encoded(turn, "query"))
+            operator.send("CLIENT", "KILL", "ID", number)
+            with LANES["resp" if turn % 2 else "binary"](server) as second:
+                other = Pipeline(second, oracle)
+                second.socket.sendall(other.encoded(1000 + turn, "query"))
+                other.check_next(1000 + turn, "query")
+                second.socket.shutdown(socket.SHUT_WR)
+                assert other.at_end()  # and nothing else came
+            assert operator.read() == 1
+            try:
+                if first.socket.recv(1, socket.MSG_PEEK):
+                    killed.check_next(turn, "query")
+                    assert killed.at_end()
+            except ConnectionResetError:
+                pass
+            first.__exit__()
+
+
+def test_a_layer_that_was_dropped_is_freed_with_its_last_answer(gated, gate, wire) -> None:
+    """On a device it is large: it may not wait for the collector of cycles, or for the client's next request."""
+    store(wire)
+    loaded: list[weakref.ref[Any]] = []
+    inner = gate._inner
+
+    def load(keys: Any, values: Any) -> Any:
+        resident = inner.load(keys, values)
+        loaded.append(weakref.ref(resident))
+        return resident
+
+    gate.load = load
+    gc.collect()
+    gc.disable()
+    try:
+        oracle = store(wire, b"t", 5)
+        ask(wire, b"t", 1)
+        check(wire.read(), oracle, 1)
+        with Wire(gated) as other:
+            assert other.call("ATTEND.PREFIX.DROP", "t") == 1
+            gated.wait_for(lambda: loaded[0]() is None)
+    finally:
+        gc.enable()
+
+
+def test_an_answer_that_can_not_be_sent_is_an_error_of_its_query_only(gated, gate, wire) -> None:
+    oracle = store(wire)
+    gate.attend = lambda resident, queries: [object() for _ in queries]
+    for make in (Wire, BinaryWire):
+        with make(gated) as client:
+            text = client.ask(QUERY, b"s", 0, NUMBERS, [blob(normal(1, HEADS, 1, WIDTH))])
+            assert text.startswith("-ERR internal error in ATTEND.PREFIX.QUERY (plugin attend)")
+    del gate.attend
+    ask(wire, b"s", 1)
+    check(wire.read(), oracle, 1)

@@ -13,10 +13,11 @@ from pion.commands.attend_arguments import chosen
 from pion.commands.attend_parts import parts_of
 from pion.compute.attention import Blocks, Query, Suffix
 from pion.compute.backends import make_backend
-from tests.commands.attend_support import AUTO, LANES, Oracle, blob, floats, ids, normal, serving
+from tests.commands.attend_support import AUTO, LANES, QUERY, Oracle, blob, floats, ids, normal, serving, split_lse
 
 SCORE_BYTES = 1024
 COPY_BYTES = 4096
+EXACT_PRODUCTS = 1000
 
 
 @st.composite
@@ -65,7 +66,8 @@ def test_parts_make_the_whole(heads, rows, count, suffix, window, block, top_k, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend_parts, "ATTEND_SCORE_BYTES", SCORE_BYTES)
         patch.setattr(attend_parts, "ATTEND_COPY_BYTES", COPY_BYTES)
-        parts = parts_of(query, resident)
+        patch.setattr(attend_parts, "ATTEND_EXACT_PRODUCTS", EXACT_PRODUCTS)
+        parts = parts_of(query, kv_heads, rows)
     output, lse = np.full_like(whole.output, np.nan), np.full_like(whole.lse, np.nan)
     for part in parts:
         asked = part.query(query)
@@ -74,7 +76,12 @@ def test_parts_make_the_whole(heads, rows, count, suffix, window, block, top_k, 
         least = kv_heads if head_map is None or (np.diff(head_map.astype(int)) >= 0).all() else 1
         visible = min(rows, window or rows) + (suffix or 0)
         part_heads, part_count, _ = asked.q.shape
-        assert 4 * part_heads * part_count * visible <= SCORE_BYTES or (part_count == 1 and part_heads <= least)
+        smallest = part_count == 1 and part_heads <= least
+        assert 4 * part_heads * part_count * visible <= SCORE_BYTES or smallest
+        ordered = min(rows, window or rows) if query.top_k else 0
+        if block is not None:
+            ordered = -(-min(rows, window or rows) // block)
+        assert part_heads * part_count * ordered * width <= EXACT_PRODUCTS or smallest
         part.put(backend.attend(resident, [asked])[0], output, lse)
     np.testing.assert_allclose(output, whole.output, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, whole.lse, rtol=1e-5, atol=1e-6)
@@ -84,15 +91,51 @@ def test_parts_make_the_whole(heads, rows, count, suffix, window, block, top_k, 
 def test_copies_of_many_query_heads_are_bounded(irregular: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_parts, "ATTEND_COPY_BYTES", COPY_BYTES)
     head_map = np.arange(64) % 2 if irregular else np.arange(64) // 32
-    resident = make_backend("numpy").load(normal(1, 2, 32, 8), normal(2, 2, 32, 8))
     query = Query(q=normal(3, 64, 1, 8), head_map=head_map.astype(np.uint32))
     whole_rows = 2 * 4 * 8 * 32  # of K and V, for one query head
-    sizes = [part.query(query).q.shape[0] for part in parts_of(query, resident)]
+    sizes = [part.query(query).q.shape[0] for part in parts_of(query, 2, 32)]
     assert sizes == ([COPY_BYTES // whole_rows] * (64 // (COPY_BYTES // whole_rows)) if irregular else [64])
     blocks = attrs.evolve(query, sparse=Blocks(8, 2))
-    sizes = [part.query(blocks).q.shape[0] for part in parts_of(blocks, resident)]
+    sizes = [part.query(blocks).q.shape[0] for part in parts_of(blocks, 2, 32)]
     assert sum(sizes) == 64
     assert max(sizes) * whole_rows // 2 <= COPY_BYTES
+
+
+def test_products_are_bounded_and_those_without_a_blas_sooner() -> None:
+    """At the real limits: the scores are small, but each takes 512 products. With a BLAS ten times as many are made."""
+    heads, rows, width = 2, 8192, 512
+    q = np.zeros((heads, 200, width), np.float32)
+    spans = [(part.first, part.last) for part in parts_of(Query(q=q), heads, rows)]
+    assert spans == [(0, 119), (119, 200)]
+    assert 119 * heads * rows * width <= 1_000_000_000 < 120 * heads * rows * width
+    shared = Query(q=q[:, :1].repeat(400, axis=0), head_map=ids(*[0] * 400, *[1] * 400))
+    assert len(parts_of(shared, heads, rows)) == 1
+    q = q[:, :100]
+    assert len(parts_of(Query(q=q), heads, rows)) == 1
+    best = Query(q=q, top_k=5)
+    parts = parts_of(best, heads, rows)
+    sizes = [part.last - part.first for part in parts]
+    assert sum(sizes) == 100
+    assert max(sizes) * heads * rows * width <= 100_000_000 < (max(sizes) + 1) * heads * rows * width
+    assert len(parts_of(attrs.evolve(best, window=10), heads, rows)) == 1
+    many = Query(q=q[:, :1].repeat(500, axis=0), head_map=ids(*[0, 1] * 500), sparse=Blocks(16, 1))
+    sizes = [part.query(many).q.shape[0] for part in parts_of(many, heads, rows)]
+    assert sum(sizes) == 1000
+    assert max(sizes) * rows // 16 * width <= 100_000_000 < (max(sizes) + 1) * rows // 16 * width
+
+
+@pytest.mark.parametrize("lane", list(LANES))
+def test_the_best_rows_in_parts_over_the_wire(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_parts, "ATTEND_EXACT_PRODUCTS", 2 * 33 * 8 * 4)
+    keys, values, q = normal(1, 2, 33, 8), normal(2, 2, 33, 8), normal(3, 2, 10, 8)
+    oracle = Oracle(keys, values)
+    with serving() as server, LANES[lane](server) as wire:
+        assert wire.store(b"s", 0, keys, values) == "OK"
+        found, lse = split_lse(wire.ask(QUERY, b"s", 0, [2, 8, 5], [blob(q)]), 2, 10, 8)
+        assert server.figures()["queries"] == 3
+    expected, sums = oracle.attend(q, oracle.top(q, 5))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(lse, sums, atol=1e-5)
 
 
 @pytest.mark.parametrize("lane", list(LANES))

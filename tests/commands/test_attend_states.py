@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         self.warm: dict[Key, int] = {}
         """Version by layer, the least recently used first."""
         self.cold: list[Key] = []
-        self.source: dict[bytes, bytes] = {}
+        self.source: dict[Key, bytes] = {}
         self.rows: dict[bytes, list[int]] = {}
         """Versions of the layers of a stored prefix."""
         self.version = 0
@@ -70,8 +70,9 @@ class Machine(RuleBasedStateMachine):
             self.rehydrates += 1
         self.warm.pop(key, None)
         self.warm[key] = version
+        self.source.pop(key, None)
         if source is not None:
-            self.source[key[0]] = source
+            self.source[key] = source
         while len(self.warm) > SLOTS:
             victim = next(iter(self.warm))
             del self.warm[victim]
@@ -81,8 +82,8 @@ class Machine(RuleBasedStateMachine):
         self.forget_sources()
 
     def forget_sources(self) -> None:
-        known = {sid for sid, _ in [*self.warm, *self.cold]}
-        self.source = {sid: source for sid, source in self.source.items() if sid in known}
+        known = {*self.warm, *self.cold}
+        self.source = {key: source for key, source in self.source.items() if key in known}
 
     def take(self, doomed: list[Key]) -> int:
         for key in doomed:
@@ -118,11 +119,15 @@ class Machine(RuleBasedStateMachine):
         args = [sid] if layer is None else [sid, layer]
         assert self.resp.call("ATTEND.PREFIX.DROP", *args) == self.take(doomed)
 
-    @rule(ns=PREFIXES)
-    def store_prefix(self, ns: bytes) -> None:
+    @rule(ns=PREFIXES, fewer=st.booleans())
+    def store_prefix(self, ns: bytes, fewer: bool) -> None:
+        if fewer and len(self.rows.get(ns, [])) == 2:
+            return  # a layer that was stored stays
         self.version += 1
         assert self.resp.call("KV.PREFIX.REGISTER", ns, WIDTH, "fp32") == "OK"
         self.rows[ns] = [self.version, self.version + 1]
+        if fewer:
+            self.rows[ns].pop()
         for layer, version in enumerate(self.rows[ns]):
             for side in (b"_pk", b"_pv"):
                 rows = blob(constant(version, ROWS, WIDTH))
@@ -136,7 +141,8 @@ class Machine(RuleBasedStateMachine):
         if ns not in self.rows:
             assert answer == f"-ERR no rows: there is no prefix '{ns.decode()}'"
             return
-        assert answer == "2"
+        assert answer == str(len(self.rows[ns]))
+        self.take([key for key, source in self.source.items() if key[0] == sid and source != ns])
         for layer, version in enumerate(self.rows[ns]):
             self.put((sid, layer), version, ns)
 
@@ -145,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         known = self.rows.pop(ns, None)
         assert self.resp.call("KV.PREFIX.DROP", ns) == int(known is not None)
         if known is not None:
-            self.take([key for key in [*self.warm, *self.cold] if self.source.get(key[0]) == ns])
+            self.take([key for key in [*self.warm, *self.cold] if self.source.get(key) == ns])
 
     # What can be seen.
 

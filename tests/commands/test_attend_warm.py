@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pion.compute.attention import Resident
+from pion.compute.slots import State
 from pion.testing import FakeClock
 from tests.commands.attend_support import (
     QUERY,
@@ -288,6 +291,90 @@ def test_dropped_meanwhile(gated, gate, what: tuple[str, str]) -> None:
         assert wire.read() == "-ERR 'sid', or the prefix it is made of, was dropped meanwhile"
         assert [other.lookup(b"sid", layer) for layer in range(3)] == ["MISS"] * 3
         assert gate.loads == 1
+
+
+def test_a_session_is_made_of_one_prefix(wire) -> None:
+    """Of the last one; what was stored by hand stays, whichever prefix comes or goes."""
+    declare(wire, "p", 5)
+    declare(wire, "q", 6, "fp16", 1, seed=500)
+    keys = normal(1, HEADS, 3, WIDTH)
+    assert wire.call(WARM, "p", HEADS, WIDTH, "sid") == "3"
+    for layer in (1, 7):
+        assert wire.store(b"sid", layer, keys, keys) == "OK"
+    assert wire.call(WARM, "q", HEADS, WIDTH, "sid") == "1"
+    assert lookups(wire, "sid") == [(0, "HIT"), (1, "HIT"), (7, "HIT")]
+    check(wire, "q", 0, "sid")
+    assert wire.call("KV.PREFIX.DROP", "p") == 1
+    assert lookups(wire, "sid") == [(0, "HIT"), (1, "HIT"), (7, "HIT")]
+    assert wire.call("KV.PREFIX.DROP", "q") == 1
+    assert lookups(wire, "sid") == [(1, "HIT"), (7, "HIT")]
+    check(wire, "q", 1, "sid", Oracle(keys, keys))
+
+
+def lookups(wire: Wire, sid: str) -> list[tuple[int, str]]:
+    """Layers of a session that are not missing."""
+    states = [(layer, wire.lookup(sid.encode(), layer)) for layer in range(10)]
+    return [each for each in states if each[1] != "MISS"]
+
+
+def test_two_prefixes_at_once_are_not_mixed_in_a_session(gated, gate) -> None:
+    server, wire = gated
+    declare(wire, "p", 8)
+    declare(wire, "q", 6, "fp16", 2, seed=500)
+    with Wire(server) as other:
+        half_way(server, gate, wire, "p", HEADS, WIDTH, "sid")
+        other.send(WARM, "q", HEADS, WIDTH, "sid")
+        server.wait_for(lambda: [each.loading for each in server.attention.warming] == [True, True])
+        gate.open.set()
+        assert wire.read() == "-ERR 'sid' was made of another prefix meanwhile"
+        assert other.read() == "2"
+        assert lookups(wire, "sid") == [(0, "HIT"), (1, "HIT")]
+        for layer in range(2):
+            check(wire, "q", layer, "sid")
+
+
+def test_a_layer_dropped_meanwhile_is_the_only_one_not_loaded(gated, gate) -> None:
+    server, wire = gated
+    declare(wire, "p", 8, "fp16", 4)
+    keys = normal(1, HEADS, 3, WIDTH)
+    assert wire.store(b"p", 9, keys, keys) == "OK"
+    with Wire(server) as other, Wire(server) as third:
+        half_way(server, gate, wire, "p", HEADS, WIDTH)
+        assert [other.call("ATTEND.PREFIX.DROP", "p", layer) for layer in (0, 2, 9, 8)] == [0, 0, 1, 0]
+        gate.open.set()
+        assert wire.read() == "2"
+        assert lookups(wire, "p") == [(1, "HIT"), (3, "HIT")]
+        assert gate.loads == 1 + 3  # the one stored by hand; layer 0 was being loaded
+        # Who asks after such a drop wants that layer, too.
+        half_way(server, gate, wire, "p", HEADS, WIDTH)
+        assert other.call("ATTEND.PREFIX.DROP", "p", 3) == 1
+        third.send(WARM, "p", HEADS, WIDTH)
+        server.wait_for(lambda: len(server.attention.warming) == 2)
+        gate.open.set()
+        assert (wire.read(), third.read()) == ("3", "4")
+        assert lookups(wire, "p") == [(layer, "HIT") for layer in range(4)]
+
+
+def test_a_layer_dropped_when_it_is_loaded_is_gone() -> None:
+    class Steps(Gate):
+        """Loads one layer for each permit."""
+
+        permits = threading.Semaphore(0)
+
+        def load_rows(self, keys: Any, values: Any, heads: int) -> Resident:
+            assert self.permits.acquire(timeout=60)
+            return super().load_rows(keys, values, heads)
+
+    gate = Steps()
+    with serving(backend=gate) as server, Wire(server) as wire, Wire(server) as other:
+        declare(wire, "p", 8)
+        wire.send(WARM, "p", HEADS, WIDTH)
+        gate.permits.release()
+        server.wait_for(lambda: server.attention.slots.state(b"p", 0) is State.WARM)
+        assert other.call("ATTEND.PREFIX.DROP", "p", 0) == 1
+        gate.permits.release(2)
+        assert wire.read() == "3"
+        assert lookups(wire, "p") == [(1, "HIT"), (2, "HIT")]
 
 
 def test_evicted_meanwhile(gate) -> None:

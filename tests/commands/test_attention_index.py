@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import re
 import subprocess
 import sys
@@ -20,64 +19,20 @@ from hypothesis import strategies as st
 
 from pion.client import PionClient
 from pion.client.errors import OutOfMemoryError, ServerError
-from pion.commands import attention_index_common
-from pion.commands.attention_index_common import Indexes, indexes_of
-from pion.compute.attention import Attended, Backend
-from pion.compute.backends import make_backend
+from pion.commands.attention_index_common import indexes_of
 from pion.config import KIB, Config
 from pion.plugins import BUILTIN_PLUGINS, KVCACHE_PLUGINS
 from pion.replies import Blob, ErrorReply, Map
 from pion.storage import attention_index_log
 from pion.storage.attention_index import INDEX_COST, PIECE_COST
 from pion.storage.segments import snapshot_name
-from pion.testing import Harness, ServerProcess, make_harness, running_server
+from pion.testing import ServerProcess, make_harness, running_server
+from tests.commands.attention_index_support import ask, make, oracle, random_rows, state_of, store
 from tests.commands.kv_support import plain
 from tests.storage.index_support import check_counts, contents
-from tests.storage.log_support import Threads, threads
+from tests.storage.log_support import threads
 
 __all__ = ["threads"]
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def make(**options: Any) -> Harness:
-    return make_harness(Config(plugins="vstore,kvprefix,attention_index", **options))
-
-
-def state_of(harness: Harness) -> Indexes:
-    return indexes_of(harness.services)
-
-
-def random_rows(seed: int, count: int, dim: int) -> tuple[Floats, Floats]:
-    numbers = np.random.default_rng(seed)
-    return (
-        numbers.standard_normal((count, dim), np.float32),
-        numbers.standard_normal((count, dim), np.float32),
-    )
-
-
-async def store(harness: Harness, name: str | bytes, keys: Floats, values: Floats) -> Any:
-    return plain(await harness.call("KV.STORE", name, *keys.shape, keys.tobytes(), values.tobytes()))
-
-
-async def ask(harness: Harness, name: str, top_k: int, q: Floats) -> Floats:
-    answer = plain(await harness.call("ATTEND.QUERY", name, top_k, q.tobytes()))
-    assert isinstance(answer, bytes), answer
-    return np.frombuffer(answer, np.float32).reshape(q.shape)
-
-
-def oracle(q: Floats, keys: Floats, values: Floats, top_k: int = 0) -> np.ndarray[Any, Any]:
-    """In float64, one vector after the other; of equal scores the row that comes first."""
-    found = []
-    for vector in q.astype(np.float64):
-        scores = keys.astype(np.float64) @ vector / math.sqrt(keys.shape[1])
-        rows = np.arange(len(keys))
-        if 0 < top_k < len(keys):
-            rows = np.sort(np.argsort(-scores, kind="stable")[:top_k])
-        weights = np.exp(scores[rows] - scores[rows].max())
-        found.append((weights / weights.sum()) @ values[rows].astype(np.float64))
-    return np.array(found)
-
 
 # Answers.
 
@@ -163,58 +118,6 @@ async def test_extreme_numbers() -> None:
         assert np.isnan(found[1]).all()
 
 
-async def test_many_vectors_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make()
-    keys, values = random_rows(5, 40, 4)
-    await store(harness, "x", keys, values)
-    q, _ = random_rows(6, 23, 4)
-    whole = await ask(harness, "x", 0, q)
-    parts: list[int] = []
-    numpy = make_backend("numpy")
-
-    class Counting:
-        load = staticmethod(numpy.load)
-
-        def attend(self, resident: Any, queries: Any) -> list[Attended]:
-            parts.extend(query.q.shape[1] for query in queries)
-            return numpy.attend(resident, queries)
-
-    monkeypatch.setattr(state_of(harness), "backend", Counting())
-    monkeypatch.setattr(attention_index_common, "ATTEND_SCORE_BYTES", 5 * 40 * 4)
-    found = await ask(harness, "x", 0, q)
-    assert parts == [5, 5, 5, 5, 3]
-    np.testing.assert_allclose(found, whole, atol=1e-6)
-
-
-@pytest.mark.parametrize("dim", [1, 3, 8, 100])
-@pytest.mark.parametrize("name", ["numpy", "mlx"])
-async def test_the_compute_thread_of_the_attend_family_is_used(name: Any, dim: int) -> None:
-    """If it is loaded: here something stands for it. Any D will do on any backend."""
-    harness = make()
-    keys, values = random_rows(7, 50, dim)
-    await store(harness, "x", keys[:20], values[:20])
-    await store(harness, "x", keys[20:], values[20:])
-    backend = make_backend(name)
-    calls = 0
-
-    class Worker:
-        async def call(self, function: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return function(backend)
-
-    class Attend:
-        worker = Worker()
-
-    harness.services.state["attend"] = Attend()
-    q, _ = random_rows(8, 3, dim)
-    for top_k in (0, 1, 7, 50, 99):
-        found = await ask(harness, "x", top_k, q)
-        np.testing.assert_allclose(found, oracle(q, keys, values, top_k), atol=1e-4)
-    assert calls == 5
-    assert state_of(harness).backend is None
-
-
 async def test_with_all_families_the_answer_is_the_same() -> None:
     async with running_server(Config(binary_port=-1)) as server, trio.open_nursery() as nursery:
         keys, values = random_rows(9, 300, 64)
@@ -231,115 +134,6 @@ async def test_with_all_families_the_answer_is_the_same() -> None:
         found = np.frombuffer(answer, np.float32).reshape(3, 64)
         np.testing.assert_allclose(found, oracle(q, keys, values, 7), atol=1e-4)
         nursery.cancel_scope.cancel()
-
-
-# One piece.
-
-
-async def test_queries_that_come_together_copy_the_rows_once(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_index_common, "CONVERT_IN_THREAD_BYTES", 100)
-    harness = make()
-    keys, values = random_rows(11, 60, 4)
-    await store(harness, "x", keys[:50], values[:50])
-    await store(harness, "x", keys[50:], values[50:])
-    q, _ = random_rows(12, 1, 4)
-    found: list[Floats] = []
-
-    async def one() -> None:
-        found.append(await ask(harness, "x", 0, q))
-
-    threads.hold("fill")
-    async with trio.open_nursery() as nursery:
-        for _ in range(3):
-            nursery.start_soon(one)
-        await trio.testing.wait_all_tasks_blocked()
-        assert threads.running == ["fill"]
-        threads.release("fill")
-    assert len(found) == 3
-    for each in found:
-        np.testing.assert_allclose(each, oracle(q, keys, values), atol=1e-4)
-    state = state_of(harness)
-    assert len(state.table.index(b"x").blocks) == 1
-    assert state.gathering == {}
-    assert state.table.queries == 3
-    check_counts(state.table)
-
-
-@pytest.mark.parametrize("what", ["KV.DROP", "KV.STORE", "cancel", "MemoryError"])
-async def test_what_happens_while_rows_are_copied(threads: Threads, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A query is answered for the rows that were there when it came."""
-    monkeypatch.setattr(attention_index_common, "CONVERT_IN_THREAD_BYTES", 100)
-    harness = make()
-    keys, values = random_rows(13, 90, 4)
-    await store(harness, "x", keys[:50], values[:50])
-    await store(harness, "x", keys[50:60], values[50:60])
-    q, _ = random_rows(14, 1, 4)
-    found: list[Any] = []
-
-    async def one() -> None:
-        found.append(plain(await harness.call("ATTEND.QUERY", "x", 0, q.tobytes())))
-
-    if what == "MemoryError":
-
-        def no_memory(*args: Any) -> Any:
-            raise MemoryError
-
-        monkeypatch.setattr("pion.storage.attention_index.empty_block", no_memory)
-        await one()
-        assert found == ["-OOM there is no memory to read index 'x' now"]
-        check_counts(state_of(harness).table)
-        return
-    threads.hold("fill")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(one)
-        await trio.testing.wait_all_tasks_blocked()
-        if what == "KV.STORE":
-            await store(harness, "x", keys[60:], values[60:])
-        elif what == "KV.DROP":
-            assert await harness.call("KV.DROP", "x") == 1
-        else:
-            nursery.cancel_scope.cancel()
-        threads.release("fill")
-    table = state_of(harness).table
-    if what == "cancel":
-        assert found == []
-    else:
-        answer = np.frombuffer(found[0], np.float32).reshape(1, 4)
-        np.testing.assert_allclose(answer, oracle(q, keys[:60], values[:60]), atol=1e-4)
-        found.clear()
-    check_counts(table)
-    count = {"KV.DROP": 0, "KV.STORE": 90}.get(what, 60)
-    assert contents(table) == ({b"x": (4, keys[:count].tobytes(), values[:count].tobytes())} if count else {})
-    assert state_of(harness).gathering == {}
-
-
-async def test_a_query_that_waits_for_the_copy_of_a_dropped_index(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first is under way and is answered. The second would need memory that nothing is reserved for any more."""
-    monkeypatch.setattr(attention_index_common, "CONVERT_IN_THREAD_BYTES", 100)
-    harness = make()
-    keys, values = random_rows(27, 60, 4)
-    await store(harness, "x", keys[:50], values[:50])
-    await store(harness, "x", keys[50:], values[50:])
-    found: dict[str, Any] = {}
-
-    async def one(which: str) -> None:
-        found[which] = plain(await harness.call("ATTEND.QUERY", "x", 0, keys[:1].tobytes()))
-
-    threads.hold("fill")
-    async with trio.open_nursery() as nursery:
-        for which in ("first", "second"):
-            nursery.start_soon(one, which)
-            await trio.testing.wait_all_tasks_blocked()
-        assert await harness.call("KV.DROP", "x") == 1
-        threads.release("fill")
-    answer = np.frombuffer(found["first"], np.float32).reshape(1, 4)
-    np.testing.assert_allclose(answer, oracle(keys[:1], keys, values), atol=1e-4)
-    assert found["second"] == "-ERR no index 'x'"
-    found.clear()
-    check_counts(state_of(harness).table)
-    assert state_of(harness).gathering == {}
 
 
 async def test_an_answer_is_charged_until_it_is_sent() -> None:
@@ -515,6 +309,7 @@ async def test_figures() -> None:
         "attention_index_bytes": 96,
         "attention_index_reserved_bytes": 0,
         "attention_index_queries": 3,
+        "attention_index_waiting": 0,
         "attention_index_checksum_failures": 0,
     }
 
@@ -610,11 +405,6 @@ def test_it_survives_the_death_of_the_process(tmp_path: Path) -> None:
         assert client.execute("ATTEND.QUERY", "x", 3, q.tobytes()) == answer
         info = client.info()
         assert (info["attention_indexes"], info["attention_index_rows"]) in (("1", "5000"), (1, 5000))
-
-
-def test_the_backend_is_one_of_the_interface() -> None:
-    backend: Backend = make_backend("numpy")
-    assert backend.name == "numpy"
 
 
 def test_the_example_of_the_how_to_runs() -> None:

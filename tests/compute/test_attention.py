@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+
 import attrs
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from pion.compute import mlx_parts
-from pion.compute.attention import Blocks, Chosen, Query, Suffix
+from pion.compute import mlx_attention, mlx_parts
+from pion.compute.attention import Attended, Blocks, Chosen, Query, Suffix
 from pion.compute.backends import make_backend
-from pion.compute.mlx_attention import MlxResident
+from pion.compute.mlx_attention import MlxBackend, MlxResident
 from tests.compute.attention_support import (
     BACKENDS,
     WIDTHS,
@@ -296,6 +300,7 @@ def test_memory_is_what_the_arrays_take() -> None:
     sizes = {name: backend.load(case.keys, case.values).nbytes for name, backend in BACKENDS.items()}
     whole = 2 * 2 * 64 * 32 * 4
     assert sizes == dict.fromkeys(BACKENDS, whole) | {"mlx fp16 as on a gpu": whole // 2}
+    assert sizes == {name: 2 * case.keys.size * backend.value_bytes for name, backend in BACKENDS.items()}
 
 
 def test_block_means_are_kept_and_charged_once() -> None:
@@ -308,6 +313,104 @@ def test_block_means_are_kept_and_charged_once() -> None:
         backend.attend(resident, [query, query, attrs.evolve(query, window=50)])
         assert resident.nbytes == alone + extra
     assert isinstance(resident, MlxResident)
+
+
+@pytest.mark.parametrize(("name", "share"), [("mlx", 32), ("mlx fp16", 32), ("mlx fp16 as on a gpu", 16)])
+def test_block_means_take_at_most_this_share(name: str, share: int) -> None:
+    """They are fp32 always."""
+    case = make_case(kv_heads=2, rows=64, width=32, sparse=Blocks(16, 1))
+    resident = BACKENDS[name].load(case.keys, case.values)
+    alone = resident.nbytes
+    BACKENDS[name].attend(resident, [case.query])
+    assert resident.nbytes == alone + alone // share
+
+
+@each_backend
+def test_block_means_are_forgotten_and_come_back(name: str) -> None:
+    backend = BACKENDS[name]
+    case = make_case(kv_heads=2, rows=64, width=32, sparse=Blocks(16, 2))
+    resident = backend.load(case.keys, case.values)
+    alone = resident.nbytes
+    before = backend.attend(resident, [case.query])[0]
+    kept = resident.nbytes
+    assert (kept > alone) == ("mlx" in name)
+    for _ in range(2):
+        resident.forget_means()
+        assert resident.nbytes == alone
+    assert np.array_equal(backend.attend(resident, [case.query])[0].output, before.output)
+    assert resident.nbytes == kept
+
+
+def test_block_means_are_forgotten_under_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between choosing the blocks and evaluating the answer, by another thread."""
+    backend = BACKENDS["mlx"]
+    case = make_case(kv_heads=2, rows=64, width=32, sparse=Blocks(16, 2))
+    resident = backend.load(case.keys, case.values)
+    alone = resident.nbytes
+    before = backend.attend(resident, [case.query])[0]
+    real = mlx_attention.are_highest
+
+    def forgetting(found: mx.array, count: int) -> mx.array:
+        thread = threading.Thread(target=resident.forget_means)
+        thread.start()
+        thread.join()
+        return real(found, count)
+
+    monkeypatch.setattr(mlx_attention, "are_highest", forgetting)
+    assert np.array_equal(backend.attend(resident, [case.query])[0].output, before.output)
+    assert resident.nbytes == alone
+
+
+@pytest.mark.parametrize(("name", "passes"), [("mlx", 1), ("mlx as on a gpu", 2)])
+def test_plain_and_fused_queries_read_the_prefix_together(
+    name: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, a plain one is a call of its own."""
+    backend = BACKENDS[name]
+    case = make_case(rows=30, suffix_rows=2, want_lse=False)
+    queries = [case.query, attrs.evolve(case.query, suffix=None), attrs.evolve(case.query, want_lse=True)]
+    sizes = []
+
+    def spied(method: Callable[..., list[Attended]]) -> Callable[..., list[Attended]]:
+        def spy(self: MlxBackend, resident: MlxResident, group: Sequence[Query]) -> list[Attended]:
+            sizes.append(len(group))
+            return method(self, resident, group)
+
+        return spy
+
+    for each in ("_fast", "_merged"):
+        monkeypatch.setattr(MlxBackend, each, spied(getattr(MlxBackend, each)))
+    found = backend.attend(backend.load(case.keys, case.values), queries)
+    assert (len(sizes), sum(sizes)) == (passes, 3)
+    for query, answer in zip(queries, found, strict=True):
+        check(attrs.evolve(case, query=query), backend, answer=answer)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5, "count": 64}, {"sparse": Blocks(1, 5), "group": 8}])
+def test_a_cpu_writes_no_product_of_single_values(options: dict[str, object]) -> None:
+    """The operations of MLX would write all of q * k before they sum it: 64 MiB at a time, and slowly."""
+    case = make_case(kv_heads=1, rows=4096, width=128, **options)
+    backend = BACKENDS["mlx"]
+    resident = backend.load(case.keys, case.values)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    backend.attend(resident, [case.query])
+    assert mx.get_peak_memory() - before < 12 << 20
+
+
+@pytest.mark.parametrize("cached", [1, 100, 1000, 1 << 20])
+@pytest.mark.parametrize("width", [1, 7, 33, 96, 200])
+def test_exact_products_of_equal_keys(cached: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they stand, however many are multiplied at a time, and wherever the first one begins in memory."""
+    monkeypatch.setattr(mlx_parts, "CACHED_VALUES", cached)
+    rng = np.random.default_rng(width)
+    for count, rows in ((1, 1), (1, 33), (2, 34), (5, 9)):
+        q, keys = normal(rng, 2, count, width), np.repeat(normal(rng, 2, 1, width), rows + 3, axis=1)
+        for first in (0, 1, 3):
+            some = mx.array(keys)[:, first : first + rows]
+            found = np.array(mlx_parts.exact_products(mx.array(q), some, gpu=False))
+            assert (found == found[:, :, :1]).all()
+            assert np.allclose(found, q.astype(np.float64) @ keys[:, :rows].swapaxes(1, 2), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mlx", "numpy"])

@@ -22,6 +22,17 @@ class Held:
     heads: int = 2
     rows: int = 3
     head_dim: int = 8
+    means: int = 0
+
+    def keep_means(self, nbytes: int) -> None:
+        """As a query does, on its thread."""
+        self.forget_means()
+        self.means = nbytes
+        self.nbytes += nbytes
+
+    def forget_means(self) -> None:
+        self.nbytes -= self.means
+        self.means = 0
 
 
 def make(slots: int = 2, cold: int = 2, nbytes: int = 100) -> Slots:
@@ -96,20 +107,57 @@ def test_what_a_layer_grew_by_is_counted_and_given_back() -> None:
     first, second = Held(40), Held(40)
     table.put(b"a", 0, first, 0.0)
     table.put(b"a", 1, second, 1.0)
-    first.nbytes += 10
+    first.keep_means(10)
     assert table.find(b"a", 0, 2.0) is first
     assert counters(table) == (2, 0, 90, 0, 0)
-    first.nbytes += 20
-    table.recount(b"a", 0)  # now too much: who was used least goes
-    assert counters(table) == (1, 1, 70, 1, 0)
-    first.nbytes += 5
+    first.keep_means(15)
     table.recount(b"b", 0)
+    table.recount(b"a", 0)
+    assert counters(table) == (2, 0, 95, 0, 0)
     assert table.drop(b"a", 0) == 1
-    assert counters(table) == (0, 1, 0, 1, 0)
-    table.put(b"a", 2, second, 3.0)
-    second.nbytes += 7
-    table.put(b"a", 2, Held(9), 4.0)
-    assert counters(table) == (1, 1, 9, 1, 0)
+    assert counters(table) == (1, 0, 40, 0, 0)
+    second.keep_means(7)
+    table.put(b"a", 1, Held(9), 4.0)
+    assert counters(table) == (1, 0, 9, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["recount", "find"])
+def test_means_that_do_not_fit_go_and_no_layer(how: str) -> None:
+    table = make(slots=4)
+    first, second = Held(50), Held(40)
+    table.put(b"a", 0, first, 0.0)
+    table.put(b"b", 0, second, 1.0)
+    second.keep_means(11)
+    if how == "recount":
+        table.recount(b"b", 0)
+    else:
+        assert table.find(b"b", 0, 2.0) is second
+    table.trim()
+    assert (second.means, second.nbytes) == (0, 40)
+    assert counters(table) == (2, 0, 90, 0, 0)
+    second.keep_means(10)
+    table.recount(b"b", 0)
+    assert second.means == 10
+    assert counters(table) == (2, 0, 100, 0, 0)
+
+
+def test_means_make_room_before_their_layer_does() -> None:
+    limits = [Limits(4, 4, 100)]
+    table = Slots(lambda: limits[0])
+    first, second = Held(40), Held(20)
+    table.put(b"a", 0, first, 0.0)
+    first.keep_means(10)
+    table.recount(b"a", 0)
+    table.put(b"b", 0, second, 1.0)
+    second.keep_means(5)
+    table.recount(b"b", 0)
+    table.put(b"c", 0, Held(30), 2.0)
+    assert (first.means, second.means) == (0, 5)
+    assert counters(table) == (3, 0, 95, 0, 0)
+    limits[0] = Limits(4, 4, 54)
+    table.trim()
+    assert counters(table) == (2, 1, 50, 1, 0)
+    assert second.means == 0
 
 
 def test_lowered_limits_hold_at_the_next_trim() -> None:
@@ -123,53 +171,88 @@ def test_lowered_limits_hold_at_the_next_trim() -> None:
 
 
 def test_a_source_takes_what_was_made_from_it() -> None:
-    table = make(slots=4)
+    table = make(slots=9)
     table.put(b"a", 0, Held(1), 0.0, source=b"p")
     table.put(b"a", 1, Held(1), 0.0)
+    table.put(b"a", 2, Held(1), 0.0, source=b"q")
     table.put(b"b", 0, Held(1), 0.0, source=b"p")
-    table.put(b"c", 0, Held(1), 0.0, source=b"q")
+    table.put(b"b", 1, Held(1), 0.0, source=b"p")
+    table.put(b"b", 1, Held(1), 0.0)  # by hand, in place of what was made from p
     assert table.drop_source(b"none") == 0
-    assert table.drop_source(b"p") == 3
+    assert table.drop_source(b"p") == 2
     assert table.drop_source(b"p") == 0
-    assert table.state(b"c", 0) is State.WARM
-    table.put(b"c", 0, Held(1), 0.0, source=b"r")
+    left = {(sid, layer) for sid in (b"a", b"b") for layer in range(3) if table.state(sid, layer) is State.WARM}
+    assert left == {(b"a", 1), (b"a", 2), (b"b", 1)}
+    table.put(b"a", 2, Held(1), 0.0, source=b"r")
     assert table.drop_source(b"q") == 0
     assert table.drop_source(b"r") == 1
+
+
+def test_other_sources_of_a_session_go_and_what_has_none_stays() -> None:
+    table = make(slots=2, cold=9)
+    table.put(b"a", 0, Held(1), 0.0, source=b"p")
+    table.put(b"a", 1, Held(1), 0.0)
+    table.put(b"a", 2, Held(1), 0.0, source=b"q")
+    table.put(b"b", 0, Held(1), 0.0, source=b"p")  # a 0 and 1 are COLD now
+    assert table.drop_other_sources(b"a", b"q") == 1
+    assert [table.state(b"a", layer) for layer in range(3)] == [State.MISSING, State.COLD, State.WARM]
+    assert table.drop_other_sources(b"c", b"q") == 0
+    assert table.state(b"b", 0) is State.WARM
 
 
 SIDS = st.sampled_from([b"a", b"b", b"c"])
 LAYERS = st.integers(0, 3)
 
 
+@attrs.define
+class Modelled:
+    """A WARM layer of the model."""
+
+    key: tuple[bytes, int]
+    nbytes: int
+    used_s: float
+    means: int = 0
+
+
 class Machine(RuleBasedStateMachine):
-    """The model: a list of (key, bytes) in order of use for WARM, one of keys for COLD."""
+    """The model: a list in order of use for WARM, one of keys for COLD, and the source of each of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.limits = Limits(4, 3, 100)
         self.table = Slots(lambda: self.limits)
-        self.warm: list[tuple[tuple[bytes, int], int, float]] = []
+        self.warm: list[Modelled] = []
         self.cold: list[tuple[tuple[bytes, int], float]] = []
-        self.source: dict[bytes, bytes] = {}
+        self.source: dict[tuple[bytes, int], bytes] = {}
         self.now_s = 0.0
         self.demotions = self.rehydrates = 0
+
+    @property
+    def keys(self) -> list[tuple[bytes, int]]:
+        return [*(each.key for each in self.warm), *(key for key, _ in self.cold)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes + each.means for each in self.warm)
 
     def take(self, key: tuple[bytes, int]) -> bool:
         """Take a key out of the model; whether it was COLD."""
         cold = any(each == key for each, _ in self.cold)
-        self.warm = [each for each in self.warm if each[0] != key]
+        self.warm = [each for each in self.warm if each.key != key]
         self.cold = [each for each in self.cold if each[0] != key]
         return cold
 
     def settle(self) -> None:
-        while len(self.warm) > self.limits.slots or sum(nbytes for _, nbytes, _ in self.warm) > self.limits.nbytes:
-            key, _, used_s = self.warm.pop(0)
-            self.cold.append((key, used_s))
-            self.demotions += 1
+        while len(self.warm) > self.limits.slots or self.nbytes > self.limits.nbytes:
+            oldest = self.warm[0]
+            oldest.means = 0
+            if len(self.warm) > self.limits.slots or self.nbytes > self.limits.nbytes:
+                self.warm.pop(0)
+                self.cold.append((oldest.key, oldest.used_s))
+                self.demotions += 1
         while len(self.cold) > self.limits.cold:
             self.cold.pop(0)
-        known = {key[0] for key, *_ in [*self.warm, *self.cold]}
-        self.source = {sid: source for sid, source in self.source.items() if sid in known}
+        self.source = {key: source for key, source in self.source.items() if key in self.keys}
 
     @rule(sid=SIDS, layer=LAYERS, nbytes=st.integers(1, 110), source=st.sampled_from([None, b"p", b"q"]))
     def put(self, sid: bytes, layer: int, nbytes: int, source: bytes | None) -> None:
@@ -180,40 +263,58 @@ class Machine(RuleBasedStateMachine):
             return
         self.table.put(sid, layer, Held(nbytes), self.now_s, source)
         self.rehydrates += self.take((sid, layer))
-        self.warm.append(((sid, layer), nbytes, self.now_s))
+        self.warm.append(Modelled((sid, layer), nbytes, self.now_s))
+        self.source.pop((sid, layer), None)
         if source is not None:
-            self.source[sid] = source
+            self.source[sid, layer] = source
         self.settle()
 
     @rule(sid=SIDS, layer=LAYERS, uses=st.booleans())
     def find(self, sid: bytes, layer: int, uses: bool) -> None:
         self.now_s += 1
         found = self.table.find(sid, layer, self.now_s if uses else None)
-        warm = [each for each in self.warm if each[0] == (sid, layer)]
+        warm = [each for each in self.warm if each.key == (sid, layer)]
         cold = [used_s for key, used_s in self.cold if key == (sid, layer)]
         if warm:
-            assert found.nbytes == warm[0][1]
+            assert found.nbytes == warm[0].nbytes + warm[0].means
             if uses:
                 self.take((sid, layer))
-                self.warm.append((warm[0][0], warm[0][1], self.now_s))
+                warm[0].used_s = self.now_s
+                self.warm.append(warm[0])
         else:
             assert found == (Cold(2, 3, 8, cold[0]) if cold else None)
 
-    @rule(sid=SIDS, layer=LAYERS | st.none())
-    def drop(self, sid: bytes, layer: int | None) -> None:
-        doomed = [key for key, *_ in [*self.warm, *self.cold] if key[0] == sid and (layer is None or key[1] == layer)]
-        assert self.table.drop(sid, layer) == len(doomed)
+    @rule(sid=SIDS, layer=LAYERS, nbytes=st.integers(0, 60))
+    def keep_means(self, sid: bytes, layer: int, nbytes: int) -> None:
+        found = self.table.find(sid, layer, None)
+        if isinstance(found, Held):
+            found.keep_means(nbytes)
+            (warm,) = (each for each in self.warm if each.key == (sid, layer))
+            warm.means = nbytes
+            if self.nbytes > self.limits.nbytes:
+                warm.means = 0
+        self.table.recount(sid, layer)
+
+    def drop_of(self, doomed: list[tuple[bytes, int]], dropped: int) -> None:
+        assert dropped == len(doomed)
         for key in doomed:
             self.take(key)
         self.settle()
 
+    @rule(sid=SIDS, layer=LAYERS | st.none())
+    def drop(self, sid: bytes, layer: int | None) -> None:
+        doomed = [key for key in self.keys if key[0] == sid and (layer is None or key[1] == layer)]
+        self.drop_of(doomed, self.table.drop(sid, layer))
+
     @rule(source=st.sampled_from([b"p", b"q"]))
     def drop_source(self, source: bytes) -> None:
-        doomed = [key for key, *_ in [*self.warm, *self.cold] if self.source.get(key[0]) == source]
-        assert self.table.drop_source(source) == len(doomed)
-        for key in doomed:
-            self.take(key)
-        self.settle()
+        doomed = [key for key in self.keys if self.source.get(key) == source]
+        self.drop_of(doomed, self.table.drop_source(source))
+
+    @rule(sid=SIDS, source=st.sampled_from([b"p", b"q"]))
+    def drop_other_sources(self, sid: bytes, source: bytes) -> None:
+        doomed = [key for key in self.keys if key[0] == sid and self.source.get(key, source) != source]
+        self.drop_of(doomed, self.table.drop_other_sources(sid, source))
 
     @rule(slots=st.integers(1, 5), cold=st.integers(0, 4), nbytes=st.integers(50, 100))
     def change_limits(self, slots: int, cold: int, nbytes: int) -> None:
@@ -223,14 +324,13 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        warm, cold = {key for key, *_ in self.warm}, {key for key, _ in self.cold}
+        warm, cold = {each.key for each in self.warm}, {key for key, _ in self.cold}
         for sid in (b"a", b"b", b"c"):
             for layer in range(4):
                 key = sid, layer
                 expected = State.WARM if key in warm else State.COLD if key in cold else State.MISSING
                 assert self.table.state(sid, layer) is expected
-        nbytes = sum(size for _, size, _ in self.warm)
-        assert counters(self.table) == (len(warm), len(cold), nbytes, self.demotions, self.rehydrates)
+        assert counters(self.table) == (len(warm), len(cold), self.nbytes, self.demotions, self.rehydrates)
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

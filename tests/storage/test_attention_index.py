@@ -17,7 +17,7 @@ from pion.config import KIB, MIB
 from pion.errors import OutOfMemoryError
 from pion.storage import attention_index
 from pion.storage.attention_index import INDEX_COST, MERGE_BYTES, PIECE_COST
-from pion.storage.attention_index_blocks import arrays, fill
+from pion.storage.attention_index_blocks import IndexBlock, arrays, fill
 from pion.storage.changes import CreateSession, Register, SetPin, StoreRows
 from pion.storage.formats import get_format
 from pion.storage.schema import Schema
@@ -73,6 +73,7 @@ def test_whatever_happens_the_rows_are_right_and_the_counts_agree(
         patch.undo()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40))
 def test_appended_in_pieces_is_appended_at_once(counts: list[int]) -> None:
     pieces, once = make_log(), make_log()
@@ -139,6 +140,19 @@ def test_the_room_for_one_piece_is_reserved_and_given_back() -> None:
     assert contents(log.table) == expected(x=(4, 115))
     del sources, target
     check_counts(log.table)
+
+
+def test_the_piece_that_begins_with_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = make_log()
+    append(log, b"x", 4, 100)
+    append(log, b"x", 4, 10)
+    index = log.table.index(b"x")
+    first = index.blocks[0]
+    assert [index.piece(rows) for rows in (1, 100, 101, 110, 111)] == [first, first, None, None, None]
+    log.table.truncate(index, 100)
+    assert index.piece(101) is first, "of fewer rows than that it has all"
+    monkeypatch.setattr(IndexBlock, "mapped", True)
+    assert index.piece(1) is None, "it lies in a file"
 
 
 @pytest.mark.parametrize("how", ["failed", "dropped", "changed"])
