@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Final, TypeVar
 
 import attrs
@@ -25,6 +24,7 @@ from pion.commands.vstore_common import within
 from pion.commands.wanted import unless_left
 from pion.compute.attention import Attended, Backend, Floats, Query, Resident
 from pion.compute.backends import make_backend
+from pion.compute.device import version
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
 from pion.context import Context, Services
@@ -303,7 +303,7 @@ def device_text(state: Attention) -> str:
     backend = state.worker.backend
     if backend is not None:
         return backend.device
-    if find_spec("mlx") is None:
+    if version("mlx") == "missing":
         return f"none: MLX isn't installed ({INSTALL})"
     return f"{state.precision}, prepared at its first use"
 

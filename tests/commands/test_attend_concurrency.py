@@ -354,7 +354,7 @@ def test_the_banner_says_what_computes() -> None:
 
 
 def test_the_banner_says_what_is_missing(monkeypatch) -> None:
-    monkeypatch.setattr(attend_common, "find_spec", lambda name: None)
+    monkeypatch.setattr(attend_common, "version", lambda name: "missing")
     with serving() as server:
         assert server.run(lambda: attend_common.device_text(server.attention)).startswith("none: MLX isn't installed")
 
