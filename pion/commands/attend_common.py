@@ -24,7 +24,6 @@ from pion.commands.vstore_common import within
 from pion.commands.wanted import unless_left
 from pion.compute.attention import Attended, Backend, Floats, Query, Resident
 from pion.compute.backends import make_backend
-from pion.compute.device import version
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
 from pion.context import Context, Services
@@ -301,11 +300,7 @@ def state_of(context: Context, sid: bytes, layer: int) -> State:
 def device_text(state: Attention) -> str:
     """What computes, for the banner."""
     backend = state.worker.backend
-    if backend is not None:
-        return backend.device
-    if version("mlx") == "missing":
-        return f"none: MLX isn't installed ({INSTALL})"
-    return f"{state.precision}, prepared at its first use"
+    return backend.device if backend is not None else f"{state.precision}, prepared at its first use"
 
 
 def rows_of_info(state: Attention) -> list[tuple[str, object]]:

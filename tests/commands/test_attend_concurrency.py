@@ -353,12 +353,6 @@ def test_the_banner_says_what_computes() -> None:
         assert any(line.startswith("  attention  ") and "fp16" in line for line in banner(process))
 
 
-def test_the_banner_says_what_is_missing(monkeypatch) -> None:
-    monkeypatch.setattr(attend_common, "version", lambda name: "missing")
-    with serving() as server:
-        assert server.run(lambda: attend_common.device_text(server.attention)).startswith("none: MLX isn't installed")
-
-
 def banner(process: ServerProcess) -> list[str]:
     """The lines of the banner, which is written at once; the port may be known before the rest was read."""
     process.stop()
