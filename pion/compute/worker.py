@@ -3,8 +3,8 @@
 How it works. The event loop appends jobs to a queue and wakes the thread if it sleeps. The thread takes the first job,
 and with a query all other queries that wait for the same layer, and answers them with one call of the backend. When it
 is done it has one function run on the event loop, which wakes everyone whose answer is there. That is one hop each way,
-for as many queries as came together. Nothing that blocks happens on the event loop: the lock between the two is held
-only to move jobs.
+for as many queries as came together. A query that was submitted instead of awaited has its `done` called on the thread,
+and no hop back. Nothing that blocks happens on the event loop: the lock between the two is held only to move jobs.
 
 The thread is our own because MLX ties arrays under construction to the thread that makes them, while Trio's threads
 come and go. It is a daemon: a computation that doesn't end can't keep the process alive.
