@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from pion.compute.attention import Chosen, Floats, Indices, Suffix
+from pion.args import integer
+from pion.compute.attention import VALUE_BYTES, Chosen, Floats, Indices, Suffix
 from pion.errors import CommandError
 from pion.replies import Buffer
 
@@ -20,8 +21,13 @@ HEAD_DIM_STEP: Final = 8
 HEAD_DIM_MAX: Final = 512
 """D is a multiple of 8 up to 512: what models have, and what the kernels of every device take."""
 
-VALUE_BYTES: Final = 4
-"""float32 and uint32."""
+
+_U32_MAX: Final = 2**32 - 1
+
+
+def u32(value: Buffer, what: str) -> int:
+    """A number, as the binary lane has them. What it may be is checked behind the lanes. Raises CommandError."""
+    return integer(value, what, 0, _U32_MAX)
 
 
 def check_head_dim(head_dim: int) -> int:

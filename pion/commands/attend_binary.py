@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from pion.command import BinaryCommand, Field, FieldKind
 from pion.commands import attend_core as core
-from pion.commands.attend_arguments import VALUE_BYTES
 from pion.commands.attend_common import state_of
+from pion.compute.attention import VALUE_BYTES
 from pion.compute.slots import State
 from pion.context import Context
 from pion.errors import Status

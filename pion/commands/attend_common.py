@@ -22,7 +22,7 @@ from pion.commands.attend_arguments import check_head_dim
 from pion.commands.attend_parts import Part, parts_of
 from pion.commands.vstore_common import within
 from pion.commands.wanted import unless_left
-from pion.compute.attention import Attended, Backend, Floats, Query, Resident
+from pion.compute.attention import Attended, Backend, Query, Resident
 from pion.compute.backends import make_backend
 from pion.compute.slots import Cold, Limits, Slots, State
 from pion.compute.worker import ComputeError, ComputeWorker
@@ -234,7 +234,7 @@ async def in_parts(
 
 def reply_of(found: Attended, query: Query) -> bytes | Blob:
     """What is sent for a query that is computed."""
-    arrays = _arrays(found, query)
+    arrays = [found.output, found.lse] if query.want_lse else [found.output]
     nbytes = sum(each.nbytes for each in arrays)
     if nbytes <= INLINE_ARG_BYTES:
         return b"".join(each.tobytes() for each in arrays)
@@ -248,10 +248,10 @@ def _left(worker: ComputeWorker, resident: Resident, query: Query) -> Later | No
         return None
 
     def done(found: Attended | None, error: BaseException | None) -> None:
-        body = None
+        body: bytes | Blob | None = None
         try:
             if found is not None:
-                body = b"".join(each.tobytes() for each in _arrays(found, query))
+                body = reply_of(found, query)
         except Exception as failure:  # whatever it is, the client gets an answer
             error = failure
         if isinstance(error, MemoryError):
@@ -261,10 +261,6 @@ def _left(worker: ComputeWorker, resident: Resident, query: Query) -> Later | No
     later = Later()
     later.withdraw = worker.submit(resident, query, done)
     return later if later.withdraw is not None else None
-
-
-def _arrays(found: Attended, query: Query) -> list[Floats]:
-    return [found.output, found.lse] if query.want_lse else [found.output]
 
 
 async def while_wanted(context: Context, ask: Callable[[], Awaitable[T]], parts: int = 1) -> T:

@@ -13,8 +13,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from pion.commands.attend_arguments import VALUE_BYTES
-from pion.compute.attention import Attended, Blocks, Floats, Indices, Query, Suffix
+from pion.compute.attention import VALUE_BYTES, Attended, Blocks, Floats, Indices, Query, Suffix
 from pion.limits import ATTEND_COPY_BYTES, ATTEND_EXACT_PRODUCTS, ATTEND_PRODUCTS, ATTEND_SCORE_BYTES
 
 _K_AND_V: Final = 2

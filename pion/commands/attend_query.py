@@ -7,22 +7,16 @@ from typing import Final
 from pion.args import integer, name
 from pion.command import Arg, ArgType, Command, Flag
 from pion.commands import attend_core as core
+from pion.commands.attend_arguments import u32
 from pion.commands.attend_common import KEYS, LAYER, SID
 from pion.commands.vstore_common import wrong_arity
 from pion.context import Context
 from pion.replies import Buffer
 
-_U32_MAX: Final = 2**32 - 1
-
 
 def place(context: Context, argv: list[Buffer]) -> tuple[bytes, int]:
     """Session id and layer, which every form has first."""
     return name(argv[1], "sid"), integer(argv[2], "layer", 0, context.services.config.max_layers - 1)
-
-
-def u32(value: Buffer, what: str) -> int:
-    """A number, as the binary lane has them. What it may be is checked behind the lanes. Raises CommandError."""
-    return integer(value, what, 0, _U32_MAX)
 
 
 def _split(argv: list[Buffer], names: tuple[str, ...], blobs: int) -> tuple[list[int], list[Buffer], int]:

@@ -7,8 +7,9 @@ from typing import Final
 from pion.args import name
 from pion.command import Arg, ArgType, Command, Flag
 from pion.commands import attend_core as core
+from pion.commands.attend_arguments import u32
 from pion.commands.attend_common import KEYS, LAYER, SID, attention, rows_of_info, state_of
-from pion.commands.attend_query import TOP_K, H, Q, place, u32
+from pion.commands.attend_query import TOP_K, H, Q, place
 from pion.commands.vstore_common import wrong_arity
 from pion.compute.slots import State
 from pion.context import Context

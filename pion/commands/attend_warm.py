@@ -17,8 +17,8 @@ import trio
 
 from pion.args import name, show
 from pion.command import Arg, ArgType, Command, Flag, KeySpec
+from pion.commands.attend_arguments import u32
 from pion.commands.attend_common import Attention, Warming, attention, check_shape, load
-from pion.commands.attend_query import u32
 from pion.commands.vstore_common import verified, wrong_arity
 from pion.compute.attention import Backend, Floats, Resident
 from pion.context import Context

@@ -27,12 +27,12 @@ from pion.commands.attention_index_common import (
     fetch_rows,
     indexes_of,
 )
+from pion.compute.attention import VALUE_BYTES
 from pion.config import Config
 from pion.context import Context, InfoSection, Services
 from pion.errors import CommandError
 from pion.hookspecs import hookimpl
 from pion.replies import Buffer, Map, Reply
-from pion.storage.attention_index_blocks import VALUE_BYTES
 from pion.storage.attention_index_log import AttentionIndexLog
 from pion.storage.durable import Durable
 

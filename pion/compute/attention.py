@@ -11,7 +11,7 @@ q . k / sqrt(D). Nothing here knows of sessions, slots or the wire.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Indices: TypeAlias = npt.NDArray[np.uint32]
+
+VALUE_BYTES: Final = 4
+"""Bytes of one value, float32 or uint32: on the wire, in memory and on disk."""
 
 
 @attrs.frozen(eq=False)

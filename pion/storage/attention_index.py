@@ -23,11 +23,12 @@ from typing import Final
 import attrs
 
 from pion.args import show
+from pion.compute.attention import VALUE_BYTES
 from pion.config import MIB, Config
 from pion.errors import CommandError, OutOfMemoryError
 from pion.limits import INLINE_ARG_BYTES
 from pion.replies import Buffer
-from pion.storage.attention_index_blocks import VALUE_BYTES, IndexBlock, again, empty_block
+from pion.storage.attention_index_blocks import IndexBlock, again, empty_block
 from pion.storage.ledger import Ledger, Memory
 from pion.storage.vstore import EXPIRE_BYTES, EXPIRED_FIRST, VStore
 

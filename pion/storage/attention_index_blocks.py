@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import attrs
 import numpy as np
 
-from pion.compute.attention import Floats
+from pion.compute.attention import VALUE_BYTES, Floats
 from pion.replies import Buffer
 from pion.storage.ledger import Ledger, Memory, owned
 from pion.storage.region import MappedMemory
-
-VALUE_BYTES: Final = 4
-"""Bytes of one value: fp32, on the wire, in memory and on disk."""
 
 
 @attrs.frozen(eq=False)

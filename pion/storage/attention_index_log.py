@@ -15,10 +15,11 @@ import attrs
 import numpy as np
 
 from pion.args import show
+from pion.compute.attention import VALUE_BYTES
 from pion.config import KIB
 from pion.replies import Buffer
 from pion.storage.attention_index import AttentionIndex, IndexTable
-from pion.storage.attention_index_blocks import VALUE_BYTES, IndexBlock, received_block, stored_block
+from pion.storage.attention_index_blocks import IndexBlock, received_block, stored_block
 from pion.storage.durable import Captured, Durable, Record
 from pion.storage.ledger import Memory
 from pion.storage.region import DamagedError, MappedMemory, Region
