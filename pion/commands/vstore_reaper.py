@@ -14,6 +14,7 @@ import trio
 from pion.config import MIB
 from pion.context import Services
 from pion.storage.block import MERGE_BYTES
+from pion.storage.huge_pages import FRAME_BYTES, HugePages, find_system
 from pion.storage.reclaim import FREEZE_AFTER_UNITS, TRIM_AFTER_BYTES, find_trim, freeze_garbage, trim_memory
 
 logger = logging.getLogger("pion.storage")
@@ -40,6 +41,7 @@ class Reaper:
         Cancellation: takes effect between two rounds or batches; the store is consistent at each of them.
         """
         trim = find_trim()
+        huge_pages = HugePages(find_system())
         task_status.started()
         while True:
             await trio.sleep(REAPER_INTERVAL_S)
@@ -49,6 +51,11 @@ class Reaper:
                 freed, ledger.freed_bytes = ledger.freed_bytes, 0
                 await trio.to_thread.run_sync(trim_memory, trim)
                 logger.debug("gave free memory back to the system after %d MiB were released", freed // MIB)
+            if huge_pages.due(self._services.vstore.unit_count):
+                steps = huge_pages.steps()
+                while await trio.to_thread.run_sync(next, steps, True) is None:
+                    pass
+                logger.debug("%d MiB of the heap are in huge pages", huge_pages.collapsed * FRAME_BYTES // MIB)
 
     async def once(self) -> None:
         """One round of dropping and freezing.

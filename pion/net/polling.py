@@ -65,12 +65,16 @@ class BusyPoll:
         if self._skipped:
             self._skipped -= 1
             return None
+        if not dialogue.busy_poll_ns:
+            return None
         end_ns = perf_counter_ns() + dialogue.busy_poll_ns
-        while perf_counter_ns() < end_ns:
+        looking = True
+        while looking:
             _offer_core()
             data = transport.recv_nowait(max_bytes)
             if data is not None:
                 self._penalty = 0
                 return data
+            looking = perf_counter_ns() < end_ns
         self._skipped = self._penalty = min(2 * self._penalty + 1, _MOST_SKIPPED)
         return None

@@ -98,15 +98,22 @@ class Pending:
             waiter()
 
 
-class Unit:
+class Looked:
+    """What LOOKUP reads of a unit.
+
+    CPython lays out the slots of a base first: these six and the reference count lie in one line of the processor's
+    cache. With a million units each line costs LOOKUP a trip to memory, a tenth of its time.
+    """
+
+    __slots__ = ("declaration", "expires_s", "k_rows", "parent", "partial", "prefill_ms")
+
+
+class Unit(Looked):
     """One prefix (both sides share it), or one lone session (its schema and rows are in the K slots)."""
 
     __slots__ = (
         "children",
         "cold",
-        "declaration",
-        "expires_s",
-        "k_rows",
         "k_schema",
         "level",
         "lone",
@@ -115,11 +122,8 @@ class Unit:
         "newer",
         "offset",
         "older",
-        "parent",
-        "partial",
         "pending",
         "pinned",
-        "prefill_ms",
         "registered",
         "stamp",
         "standing",

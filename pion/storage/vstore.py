@@ -360,6 +360,11 @@ class VStore(MakesRoom):
         yield from self.lone.values()
         yield from self.prefixes.values()
 
+    @property
+    def unit_count(self) -> int:
+        """How many units there are."""
+        return len(self.lone) + len(self.prefixes)
+
     def statistics(self) -> VStoreStatistics:
         """The counters now."""
         pending = incomplete_tokens = 0
