@@ -176,8 +176,17 @@ class SegmentWriter:
     def write(self, items: Items, sequence: int, durable: int) -> None:
         """Append records numbered from `sequence` on, which say that all up to `durable` are flushed.
 
-        Raises OSError; then an unknown first part of them is in the file.
+        Raises OSError; then an unknown first part of them may be in the file. What can be cut off again is: a restart
+        would find it in the system's cache, after a failed flush too, where it does not say that the medium has it.
         """
+        current, nbytes = self._current, self._current.nbytes
+        try:
+            self._write(items, sequence, durable)
+        except OSError:
+            self._cut(nbytes if self._current is current else SEGMENT_BYTES)
+            raise
+
+    def _write(self, items: Items, sequence: int, durable: int) -> None:
         buffers: list[Buffer] = []
         waiting = 0
         for item in items:
@@ -198,6 +207,12 @@ class SegmentWriter:
             self.flushes += 1
         if self._current.nbytes >= self._limit:
             self._rotate(sequence)
+
+    def _cut(self, nbytes: int) -> None:
+        name = segment_name(self._worker, max(self.segments))
+        with contextlib.suppress(OSError):  # the failure before it is what is told
+            self._disk.truncate(name, nbytes)
+            self._current.nbytes = nbytes
 
     def flush(self) -> None:
         """Flush everything that was written before the call. Raises OSError."""

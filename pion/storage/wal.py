@@ -15,7 +15,7 @@ import enum
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ import attrs
 import trio
 
 from pion.config import MIB
-from pion.errors import MisconfError
+from pion.storage.batch import Batch, refusal
 from pion.storage.disk import Disk
 from pion.storage.durable import Durable
 from pion.storage.segments import SEGMENT_LIMIT, Position, Segment, SegmentWriter
@@ -38,6 +38,9 @@ ITEM_BYTES: Final = 256
 
 FLUSH_INTERVAL_S: Final = 1.0
 """What `everysec` may lose when the machine dies, and the time of a flush."""
+
+PREPARE_AFTER_S: Final = 0.25
+"""When the first segment in advance is made: a start has other things to do with the disk."""
 
 PREPARE_AGAIN_S: Final = 60.0
 """Pause after a segment could not be prepared: on a full disk each try would only be noise."""
@@ -68,65 +71,6 @@ class WalStatistics:
     durable_sequence: int
     error: str
     """Why writes are refused; empty while they are not."""
-
-
-class Batch:
-    """Items that reach the disk together. Awaiting it waits until they did; raises MisconfError if they can't.
-
-    Cancellation: the items are written all the same.
-    """
-
-    __slots__ = ("_callbacks", "_done", "error", "items", "nbytes", "records")
-
-    def __init__(self) -> None:
-        self._done = trio.Event()
-        self.items: list[tuple[Durable, Any] | None] = []
-        """None lets the next segment begin."""
-        self.nbytes = self.records = 0
-        self.error = ""
-        self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is written, or can't be: then `error` says why."""
-        return self._done.is_set()
-
-    def refusal(self) -> MisconfError:
-        """The error for those whose items could not be written."""
-        return refusal(self.error)
-
-    def call_when_over(self, callback: Callable[[], None]) -> None:
-        """Have it called on the event loop, once, when it is written or can't be. It must not raise."""
-        self._callbacks.append(callback)
-
-    def finish(self, error: str = "") -> None:
-        """Wake everyone who waits."""
-        self.error = error
-        self.items = []
-        self._done.set()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    async def over(self) -> None:
-        """Until it is written, or can't be.
-
-        Cancellation: no effect.
-        """
-        await self._done.wait()
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        if not self._done.is_set():
-            yield from self._done.wait().__await__()
-        if self.error:
-            raise refusal(self.error)
-
-
-def refusal(error: str) -> MisconfError:
-    """The error that clients get while the log can't be written."""
-    return MisconfError(
-        f"the log can't be written ({error}), so nothing can be changed; when the disk is well again: KV.PREFIX.SAVE"
-    )
 
 
 class Log:
@@ -166,7 +110,8 @@ class Log:
         self._queue: deque[Batch] = deque()
         self._writing: Batch | None = None
         self._queued = self._records = 0
-        self._prepare_at = 0.0
+        self._taken = trio.Event()
+        """The prepared segment is in use."""
         self._wake = trio.Event()
         self._waiting = trio.lowlevel.ParkingLot()
         self._write_limiter = trio.CapacityLimiter(1)
@@ -299,6 +244,7 @@ class Log:
         """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._flush_regularly)
+            nursery.start_soon(self._keep_prepared)
             task_status.started()
             while True:
                 while self._queue:
@@ -342,6 +288,8 @@ class Log:
             self._durable = self._written
         self._release(batch)
         batch.finish()
+        if not self._writer.prepared:
+            self._taken.set()
         self.on_growth()
 
     async def _flush_regularly(self) -> None:
@@ -350,8 +298,15 @@ class Log:
             late = self._sync is Sync.EVERYSEC and self._durable < self._written
             if not self.broken and (late or self._writer.behind):
                 await self._flush()
-            if not self.broken and not self._writer.prepared and trio.current_time() >= self._prepare_at:
+
+    async def _keep_prepared(self) -> None:
+        """Have the next segment made as soon as the last one was taken: a fast client fills one in a second."""
+        await trio.sleep(PREPARE_AFTER_S)
+        while True:
+            while not self.broken and not self._writer.prepared:
                 await self._prepare()
+            self._taken = trio.Event()
+            await self._taken.wait()
 
     async def _flush(self) -> None:
         """Flush what is written by now, broken or not. A failure ends the log's work."""
@@ -368,8 +323,8 @@ class Log:
         try:
             await trio.to_thread.run_sync(self._writer.prepare, limiter=self._flush_limiter)
         except OSError as error:  # the writer will meet it, when it needs the segment
-            self._prepare_at = trio.current_time() + PREPARE_AGAIN_S
             logger.warning("log in %s: no next segment could be made: %s", self._where, error.strerror or error)
+            await trio.sleep(PREPARE_AGAIN_S)
 
     # Failing, and going on.
 

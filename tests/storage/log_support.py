@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import attrs
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from pion.storage import recovery
 from pion.storage.durable import Captured, Durable, Record
 from pion.storage.recovery import Found
 from pion.storage.region import Region
-from pion.storage.wal import Log, Position, Sync
+from pion.storage.wal import PREPARE_AFTER_S, Log, Position, Sync
 from pion.testing import MemoryDisk
 
 T = TypeVar("T")
@@ -160,6 +161,12 @@ async def opened(disk: MemoryDisk, sync: Sync = Sync.ALWAYS, **options: Any) -> 
         await nursery.start(log.run)
         yield Opened(disk, log, notes, nursery)
         nursery.cancel_scope.cancel()
+
+
+async def prepared(clock: trio.testing.MockClock) -> None:
+    """The next segment has been made, so that it is not what meets a test's fault."""
+    clock.jump(PREPARE_AFTER_S)
+    await wait_all_tasks_blocked()
 
 
 def kinds(disk: MemoryDisk, since: int = 0) -> list[str]:

@@ -44,8 +44,8 @@ class Trial:
         finally:
             logger.removeHandler(self.logged)
         for number, (what, disk, history) in enumerate(self.left, start=self.workload.injector.target):
-            order = Random(number) if number % 2 else None
-            for power, found in ((False, disk.crash()), (True, disk.crash(power=True, order=order))):
+            cuts = [(True, disk.crash(power=True, order=order)) for order in (None, Random(number), Random(-number))]
+            for power, found in ((False, disk.crash()), *cuts):
                 check(found, self.workload.mode, history, power=power, what=(self, what, power))
 
     def keep(self, what: str) -> None:

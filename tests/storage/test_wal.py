@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from itertools import chain
 
@@ -267,18 +268,41 @@ async def test_the_next_segment_is_made_in_advance(threads: Threads, mock_clock:
         since = len(disk.operations)
         log.log.cut()
         await log.add(b"b")
-        assert kinds(disk, since) == ["write"]
-        assert first_numbers(disk) == [(1, [1]), (2, [2])]
-        # A crash may leave one that was not used.
-        mock_clock.jump(1.1)
+        # The one after it is made at once, as the next cut may come as soon; what is written does not wait for it.
         await wait_all_tasks_blocked()
-        assert len(disk.names()) == 3
+        assert kinds(disk, since) == ["write", "create", "write", "sync", "sync_directory"]
+        # A crash may leave one that was not used.
+        assert first_numbers(disk) == [(1, [1]), (2, [2]), (3, [])]
     disk = disk.crash()
     async with opened(disk) as log:
         assert log.notes.notes == [b"a", b"b"]
         await log.add(b"c")
     assert first_numbers(disk) == [(1, [1]), (2, [2]), (3, []), (4, [3])]
     assert read(disk)[1].notes == [b"a", b"b", b"c"]
+
+
+async def test_where_none_can_be_made_in_advance_it_is_tried_again_later(
+    threads: Threads, mock_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = MemoryDisk()
+
+    def plan(operation: Operation) -> Fault | None:
+        return Fault(error=errno.ENOSPC) if operation.kind == "create" else None
+
+    async with opened(disk, Sync.NO) as log:
+        disk.plan = plan
+        await log.add(b"a")
+        for seconds in (0.3, 30.0, 20.0):
+            mock_clock.jump(seconds)
+            await wait_all_tasks_blocked()
+        assert kinds(disk, 0).count("create") == 2
+        assert caplog.messages == ["log in memory: no next segment could be made: No space left on device"]
+        # The log itself goes on, until it needs the segment.
+        await log.add(b"b")
+        disk.plan = None
+        mock_clock.jump(60)
+        await wait_all_tasks_blocked()
+        assert first_numbers(disk) == [(1, [1, 2]), (3, [])]
 
 
 async def test_one_that_is_made_in_advance_is_removed_at_the_end(

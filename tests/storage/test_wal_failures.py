@@ -13,7 +13,7 @@ from pion.storage import wal
 from pion.storage.segments import segment_name
 from pion.storage.wal import ITEM_BYTES, Sync
 from pion.testing import Fault, MemoryDisk, Operation
-from tests.storage.log_support import Opened, Threads, kinds, opened, read, reopened, threads
+from tests.storage.log_support import Opened, Threads, kinds, opened, prepared, read, reopened, threads
 
 __all__ = ["threads"]
 
@@ -105,6 +105,7 @@ async def test_a_failed_flush_refuses_what_comes(threads: Threads, mock_clock: t
     async with opened(disk, Sync.EVERYSEC) as log, trio.open_nursery() as nursery:
         clients = Clients(log, nursery)
         await clients.add(b"stored")
+        await prepared(mock_clock)
         fail(disk, "sync")
         mock_clock.jump(1.1)
         await wait_all_tasks_blocked()
@@ -126,6 +127,7 @@ async def test_a_flush_fails_while_a_write_is_under_way(
         await clients.add(b"stored")
         threads.hold("write")
         await clients.add(b"under way", b"behind")
+        await prepared(mock_clock)
         fail(disk, "sync")
         mock_clock.jump(1.1)
         await wait_all_tasks_blocked()
@@ -261,7 +263,8 @@ async def test_a_new_segment_supersedes_what_was_lost(threads: Threads) -> None:
     async with opened(disk) as log, trio.open_nursery() as nursery:
         clients = Clients(log, nursery)
         await broken_log(log, clients, threads)
-        assert read(disk)[1].notes == [b"stored", b"lost"]  # until the next segment begins
+        # What the failed flush left behind is cut off: the next start would find it, whether the medium has it or not.
+        assert read(disk)[1].notes == [b"stored"]
         assert await log.log.reopen() == 1
         with pytest.raises(MisconfError):
             log.log.check()  # until the state is on the disk
@@ -271,6 +274,36 @@ async def test_a_new_segment_supersedes_what_was_lost(threads: Threads) -> None:
         await clients.add(b"new", b"newer")
         assert clients.told[b"newer"] == "OK"
     assert read(disk)[1].notes == [b"stored", b"new", b"newer"]
+
+
+@pytest.mark.parametrize("kinds_failing", [("write",), ("sync",), ("write", "truncate"), ("sync", "truncate")])
+@pytest.mark.parametrize("rotates", [False, True])
+async def test_a_batch_that_can_not_be_written_is_cut_off(
+    threads: Threads, kinds_failing: tuple[str, ...], rotates: bool
+) -> None:
+    disk = MemoryDisk()
+    async with opened(disk) as log, trio.open_nursery() as nursery:
+        clients = Clients(log, nursery)
+        await clients.add(b"stored")
+        if rotates:
+            log.log.cut()
+            await clients.add(b"rotated")
+        kept = log.log.size_bytes
+        hit: list[Operation] = []
+
+        def plan(operation: Operation) -> Fault | None:
+            if operation.kind == kinds_failing[0] and not hit:
+                hit.append(operation)
+                return Fault(error=errno.EIO, done_bytes=20 if operation.kind == "write" else 0)
+            return Fault(error=errno.EROFS) if operation.kind in kinds_failing[1:] else None
+
+        disk.plan = plan
+        await clients.add(b"lost")
+        # Whether or not that works, it is the first failure that is told.
+        assert "Input/output" in clients.told[b"lost"]
+        on_disk = sum(len(disk.contents(name)) for name in disk.names())
+        assert (on_disk == kept) == (len(kinds_failing) == 1)
+        assert log.log.size_bytes - kept == (0 if kinds_failing[0] == "write" else on_disk - kept)
 
 
 async def test_what_changes_by_itself_is_logged_before_the_log_is_accepted(threads: Threads) -> None:
@@ -294,6 +327,7 @@ async def test_nothing_is_said_to_be_flushed_that_was_written_before_the_failure
     async with opened(disk, Sync.EVERYSEC) as log, trio.open_nursery() as nursery:
         clients = Clients(log, nursery)
         await clients.add(b"stored")
+        await prepared(mock_clock)
         fail(disk, "sync")
         mock_clock.jump(1.1)
         await wait_all_tasks_blocked()
@@ -362,6 +396,7 @@ async def test_reopening_waits_for_a_write_that_is_under_way(
         await clients.add(b"stored")
         threads.hold("write")
         await clients.add(b"under way")
+        await prepared(mock_clock)
         fail(disk, "sync")
         mock_clock.jump(1.1)
         await wait_all_tasks_blocked()
