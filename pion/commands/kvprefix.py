@@ -38,7 +38,7 @@ async def drop(context: Context, argv: list[Buffer]) -> Reply:
     # Dropping a prefix drops what continues it, so only the topmost ones are named.
     tops = [unit for unit in units if unit.parent is None or not any(part in doomed for part in unit.chain()[:-1])]
     await commit(context, *(DropPrefix(unit.name) for unit in tops))
-    for ns in names.keys() - store.prefixes.keys():
+    for ns in [ns for ns in names if ns not in store.prefixes]:
         for callback in store.on_drop:  # also of those that had been evicted: others may still have something of them
             callback(ns, Reason.COMMAND)
     return len(doomed)

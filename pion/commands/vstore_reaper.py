@@ -54,8 +54,8 @@ class Reaper:
             if huge_pages.due(self._services.vstore.unit_count):
                 steps = huge_pages.steps()
                 while await trio.to_thread.run_sync(next, steps, True) is None:
-                    pass
-                logger.debug("%d MiB of the heap are in huge pages", huge_pages.collapsed * FRAME_BYTES // MIB)
+                    await self.once()
+                logger.debug("%d MiB are in huge pages", huge_pages.collapsed * FRAME_BYTES // MIB)
 
     async def once(self) -> None:
         """One round of dropping and freezing.

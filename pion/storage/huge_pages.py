@@ -1,13 +1,14 @@
-"""Huge pages for the heap, once it holds so many prefixes that finding one is mostly a matter of address translation.
+"""Huge pages, once there are so many prefixes that finding one is mostly a matter of address translation.
 
 A look-up among a million prefixes reaches into some four places of a heap of a gigabyte. With pages of 4 KiB each of
 them costs a walk through page tables that are themselves not in the processor's cache, most of all in a virtual
 machine. So when the number of units has grown, the memory that is full is collapsed into pages of 2 MiB, by `madvise`
-with `MADV_COLLAPSE` (madvise(2), Linux 6.1 and later). Only what is resident already is touched, hence nothing is added
-to the process; a system where huge pages are set to "never" is left alone.
+with `MADV_COLLAPSE` (madvise(2), Linux 6.1 and later). Only frames that are nearly all resident are, so at most a
+twentieth is added; a system where huge pages are set to "never" is left alone.
 
-What is freed of such a page goes back to the system when it needs memory, not at once: that is why only full ones are
-made, and none before there are many units.
+What is freed of such a page leaves the process at once, but goes back to the system only when that needs memory. So
+none are made before there are many units, and none of the C library's own heap: small rows lie there, which come and go
+and whose pages `reclaim` gives back. Larger blocks, payload among them, are mapped and unmapped whole.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ UNITS_BEFORE: Final = 50_000
 """Units that are worth it: their heap is ten times what a core's translation buffer covers."""
 
 GROWTH: Final = 1.125
-"""How many times more units than at the last pass make the next one worth it: all passes together look at each page
-nine times at most, and one page in nine is not collapsed yet."""
+"""How many times more units than at the last pass make the next one worth it: over all passes a page is looked at nine
+times on average, and one page in nine is not collapsed yet."""
 
 FULL: Final = 0.95
 """Share of a frame's pages that must be resident."""
 
 FRAMES_AT_ONCE: Final = 16
-"""Frames of one stay in a thread: some ten milliseconds."""
+"""Frames of one stay in a thread: 10 to 100 milliseconds."""
 
 MADV_COLLAPSE: Final = 25
 """linux/mman.h."""
@@ -83,13 +84,13 @@ def find_system(platform: str = sys.platform, setting: Path = SETTING) -> System
     return System(resident, collapse)
 
 
-def frames(maps: str) -> Iterator[int]:
-    """The addresses of whole frames in private anonymous memory, from the text of /proc/self/maps (proc(5))."""
-    for line in maps.splitlines():
+def frames(maps: bytes) -> Iterator[int]:
+    """The addresses of whole frames in private anonymous memory without a name, from /proc/self/maps (proc(5))."""
+    for line in maps.split(b"\n")[:-1]:  # a path may hold what else ends a line of text
         place, permissions, _, _, inode, *name = line.split(maxsplit=5)
-        if permissions != "rw-p" or inode != "0" or (name and name[0] != "[heap]"):
+        if permissions != b"rw-p" or inode != b"0" or name:
             continue
-        start, end = (int(address, 16) for address in place.split("-"))
+        start, end = (int(address, 16) for address in place.split(b"-"))
         yield from range(-(-start // FRAME_BYTES) * FRAME_BYTES, end - FRAME_BYTES + 1, FRAME_BYTES)
 
 
@@ -105,16 +106,22 @@ class HugePages:
 
     def due(self, units: int) -> bool:
         """Whether so many units are worth a pass now; then it must follow."""
+        if units < self._units / 2:
+            self._units = 0  # what grows from here on is other memory
         if self._system is None or units < max(UNITS_BEFORE, self._units * GROWTH):
             return False
         self._units = units
         return True
 
     def steps(self, maps: Path = MAPS) -> Iterator[None]:
-        """One pass, in steps that each block for some ten milliseconds: run each `next` in a thread."""
+        """One pass, in steps that each block for 10 to 100 milliseconds: run each `next` in a thread."""
         self.collapsed = tried = 0
+        try:
+            text = maps.read_bytes()
+        except OSError:  # no /proc here, or no descriptor left
+            return
         enough = int(FULL * (FRAME_BYTES // PAGE_BYTES))
-        for number, address in enumerate(frames(maps.read_text(encoding="utf-8", errors="replace")), 1):
+        for number, address in enumerate(frames(text), 1):
             if self._system is None:
                 return
             if self._system.resident(address) >= enough:
@@ -122,6 +129,6 @@ class HugePages:
                 self.collapsed += self._system.collapse(address)
             if not number % FRAMES_AT_ONCE:
                 yield
-        if tried and not self.collapsed:
-            # A kernel that doesn't know it, or no huge page to be had. One frame's failure says nothing about others.
+        if tried >= FRAMES_AT_ONCE and not self.collapsed:
+            # A kernel that doesn't know it, or no huge page to be had. A few failures say nothing about other frames.
             self._system = None

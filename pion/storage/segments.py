@@ -176,14 +176,15 @@ class SegmentWriter:
     def write(self, items: Items, sequence: int, durable: int) -> None:
         """Append records numbered from `sequence` on, which say that all up to `durable` are flushed.
 
-        Raises OSError; then an unknown first part of them may be in the file. What can be cut off again is: a restart
-        would find it in the system's cache, after a failed flush too, where it does not say that the medium has it.
+        Raises OSError; then an unknown first part of them may be in the files. If the disk lets it, it is cut off
+        again: a restart would find it in the system's cache, after a failed flush too, where nothing says that the
+        medium does not have it. (One that is written while another thread's flush fails stays.)
         """
-        current, nbytes = self._current, self._current.nbytes
+        number, nbytes = max(self.segments), self._current.nbytes
         try:
             self._write(items, sequence, durable)
-        except OSError:
-            self._cut(nbytes if self._current is current else SEGMENT_BYTES)
+        except Exception:  # of a family's `encode`, too
+            self._cut(number, nbytes)
             raise
 
     def _write(self, items: Items, sequence: int, durable: int) -> None:
@@ -208,11 +209,13 @@ class SegmentWriter:
         if self._current.nbytes >= self._limit:
             self._rotate(sequence)
 
-    def _cut(self, nbytes: int) -> None:
-        name = segment_name(self._worker, max(self.segments))
+    def _cut(self, number: int, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # the failure before it is what is told
-            self._disk.truncate(name, nbytes)
-            self._current.nbytes = nbytes
+            # The newest first: records behind a hole would be damage.
+            for each in sorted((each for each in list(self.segments) if each >= number), reverse=True):
+                kept = nbytes if each == number else SEGMENT_BYTES
+                self._disk.truncate(segment_name(self._worker, each), kept)
+                self.segments[each].nbytes = kept
 
     def flush(self) -> None:
         """Flush everything that was written before the call. Raises OSError."""

@@ -23,6 +23,21 @@ def kv(clock) -> Harness:
     return make_kv(clock)
 
 
+def test_drop_does_not_walk_all_prefixes(kv) -> None:
+    class Unwalked(dict):
+        def __iter__(self):
+            raise AssertionError("a million of them would stop the event loop")
+
+        keys = values = items = __iter__
+
+    for ns in ("a", "b", "c"):
+        declare(kv, ns, 1)
+    store = kv.services.vstore
+    store.prefixes = Unwalked(store.prefixes)
+    assert call(kv, "KV.PREFIX.DROP", "a", "nobody") == 1
+    assert len(store.prefixes) == 2
+
+
 class TestRegister:
     def test_undeclared_is_a_hit_at_once_and_grows(self, kv) -> None:
         assert lookup(kv, "a") == "MISS"

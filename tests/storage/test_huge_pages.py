@@ -22,15 +22,18 @@ from pion.storage.huge_pages import (
     find_system,
     frames,
 )
+from pion.storage.unit import Looked, Unit
 from tests.commands.kv_support import make_kv, now
 
 FULL_FRAME = FRAME_BYTES // PAGE_BYTES
-MAPS = """\
+MAPS = b"""\
 00400000-00c00000 rw-p 00000000 00:00 0 [heap]
+01000000-01800000 rw-p 00000000 00:00 0\x20
 7f0000000000-7f0000401000 rw-p 00000000 00:00 0
-7f1000100000-7f1000500000 rw-p 00000000 00:00 0 \n\
+7f1000100000-7f1000500000 rw-p 00000000 00:00 0\x20
 7f2000000000-7f2000400000 r--p 00000000 00:00 0
 7f3000000000-7f3000400000 rw-p 00000000 fe:01 77 /usr/lib/some library.so
+7f3100000000-7f3100400000 r--p 00000000 fe:01 78 /data/\xff\x0b\r\xe2\x80\xa8x
 7f4000000000-7f4000400000 rw-s 00000000 00:01 9 /dev/zero (deleted)
 7ffc00000000-7ffc00400000 rw-p 00000000 00:00 0 [stack]
 """
@@ -58,21 +61,21 @@ class Faked:
         return System(self.resident, self.collapse)
 
 
-def run(pages: HugePages, tmp_path, maps: str = MAPS) -> int:
+def run(pages: HugePages, tmp_path, maps: bytes = MAPS) -> int:
     """Run one pass; how often it gave the loop a chance."""
     path = tmp_path / "maps"
-    path.write_text(maps)
+    path.write_bytes(maps)
     return sum(1 for _ in pages.steps(path))
 
 
-def test_only_whole_frames_of_private_anonymous_memory() -> None:
+def test_only_whole_frames_of_private_anonymous_memory_without_a_name() -> None:
     assert list(frames(MAPS)) == [
-        *range(0x400000, 0xC00000, FRAME_BYTES),
+        *range(0x1000000, 0x1800000, FRAME_BYTES),
         0x7F0000000000,
         0x7F0000200000,
         0x7F1000200000,
     ]
-    assert list(frames("")) == []
+    assert list(frames(b"")) == []
 
 
 def test_it_is_due_when_the_units_have_grown() -> None:
@@ -85,18 +88,26 @@ def test_it_is_due_when_the_units_have_grown() -> None:
     assert not HugePages(None).due(10**9)
 
 
+def test_after_most_have_gone_it_is_due_again() -> None:
+    pages = HugePages(Faked().system)
+    assert pages.due(1_000_000)
+    assert not pages.due(500_000)
+    assert not pages.due(UNITS_BEFORE - 1)
+    assert pages.due(UNITS_BEFORE)
+
+
 def test_only_full_frames_are_collapsed(tmp_path) -> None:
     faked = Faked(lambda address: FULL_FRAME if address < 0x7F0000000000 else FULL_FRAME * 9 // 10)
     pages = HugePages(faked.system)
     run(pages, tmp_path)
-    assert faked.collapsed == list(range(0x400000, 0xC00000, FRAME_BYTES))
+    assert faked.collapsed == list(range(0x1000000, 0x1800000, FRAME_BYTES))
     assert pages.collapsed == 4
     assert faked.asked == 7
 
 
 def test_a_pass_comes_in_steps(tmp_path) -> None:
     pages = HugePages(Faked().system)
-    large = f"7f0000000000-{0x7F0000000000 + 100 * FRAME_BYTES:x} rw-p 00000000 00:00 0\n"
+    large = b"7f0000000000-%x rw-p 00000000 00:00 0 \n" % (0x7F0000000000 + 100 * FRAME_BYTES)
     assert run(pages, tmp_path, large) == 100 // huge_pages.FRAMES_AT_ONCE
     assert pages.collapsed == 100
 
@@ -105,9 +116,18 @@ def test_a_pass_in_vain_is_the_last(tmp_path) -> None:
     faked = Faked(works=False)
     pages = HugePages(faked.system)
     run(pages, tmp_path)
+    # A few failures say nothing about others.
     assert len(faked.collapsed) == 7
+    assert pages.due(UNITS_BEFORE)
+    run(pages, tmp_path, MAPS * 3)
     assert pages.collapsed == 0
     assert not pages.due(10**9)
+
+
+def test_where_the_system_does_not_say_nothing_is_done(tmp_path) -> None:
+    pages = HugePages(Faked().system)
+    assert list(pages.steps(tmp_path / "nothing")) == []
+    assert pages.collapsed == 0
 
 
 def test_a_pass_that_found_nothing_full_is_not_the_last(tmp_path) -> None:
@@ -146,7 +166,7 @@ def test_real_memory_keeps_its_bytes_and_nothing_is_added(tmp_path) -> None:
         assert [system.resident(first + number * FRAME_BYTES) for number in range(3)] == [FULL_FRAME, FULL_FRAME, 0]
         pages = HugePages(system)
         # The third frame is not resident, so it is not filled with zeros either.
-        run(pages, tmp_path, f"{first:x}-{first + 3 * FRAME_BYTES:x} rw-p 00000000 00:00 0\n")
+        run(pages, tmp_path, b"%x-%x rw-p 00000000 00:00 0 \n" % (first, first + 3 * FRAME_BYTES))
         assert pages.collapsed == 2 * kernel_collapses()
         assert memory[first - start : first - start + len(written)] == written
         assert system.resident(first + 2 * FRAME_BYTES) == 0
@@ -163,6 +183,13 @@ def kernel_collapses() -> bool:
         except OSError:
             return False
         return True
+
+
+def test_what_lookup_reads_of_a_unit_lies_in_one_line_of_the_cache() -> None:
+    """Blocks of the allocator begin 48 bytes into a line; the collector's head and the object's fill the rest of it."""
+    assert (16 + Unit.__basicsize__) % 64 == 0
+    # An object's head is the reference count and the type; the slots of the base follow.
+    assert 16 + 8 * len(Looked.__slots__) == Looked.__basicsize__ <= 64
 
 
 async def test_the_reaper_collapses_in_a_thread_when_many_units_are_there(autojump_clock, monkeypatch) -> None:

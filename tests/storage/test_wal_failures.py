@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 
 import pytest
 import trio
@@ -304,6 +305,43 @@ async def test_a_batch_that_can_not_be_written_is_cut_off(
         on_disk = sum(len(disk.contents(name)) for name in disk.names())
         assert (on_disk == kept) == (len(kinds_failing) == 1)
         assert log.log.size_bytes - kept == (0 if kinds_failing[0] == "write" else on_disk - kept)
+
+
+@pytest.mark.parametrize("sync", Sync)
+@pytest.mark.parametrize("spare", [False, True], ids=["no segment in advance", "one in advance"])
+async def test_a_restart_finds_what_was_acknowledged_and_nothing_that_was_refused(
+    threads: Threads, mock_clock: trio.testing.MockClock, sync: Sync, spare: bool
+) -> None:
+    """Also of a batch in which new segments begin, whichever of its operations fails."""
+    hits = 0
+    for nth in range(1, 20):
+        disk = MemoryDisk()
+        async with opened(disk, sync) as log, trio.open_nursery() as nursery:
+            clients = Clients(log, nursery)
+            await clients.add(b"a")
+            if spare:
+                await prepared(mock_clock)
+            threads.hold("write")
+            await clients.add(b"b", b"c")
+            log.log.cut()
+            await clients.add(b"d")
+            log.log.cut()
+            await clients.add(b"e")
+            disk.plan = partial(_nth, len(disk.operations) + nth)
+            threads.release("write")
+            await wait_all_tasks_blocked()
+            hits += log.log.broken
+            acknowledged = sorted(text for text, told in clients.told.items() if told == "OK")
+        for left in (disk.crash(), *([disk.crash(power=True)] if sync is Sync.ALWAYS else [])):
+            assert read(left)[1].notes == acknowledged, nth
+            async with opened(left, sync) as log:
+                await log.add(b"f")
+            assert read(left.crash())[1].notes == [*acknowledged, b"f"], nth
+    assert hits >= 3
+
+
+def _nth(number: int, operation: Operation) -> Fault | None:
+    return EIO if operation.number == number else None
 
 
 async def test_what_changes_by_itself_is_logged_before_the_log_is_accepted(threads: Threads) -> None:
