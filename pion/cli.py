@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import io
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pion import cli_data, logs
@@ -15,13 +18,14 @@ from pion.errors import StartupError
 from pion.options import add_arguments, build_config, size_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from pion.context import Services
     from pion.server import Started
 
 EXIT_USAGE = 2
+PIPE_WIDTH = 10_000
+"""Columns where nobody looks: more than any row has."""
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +33,7 @@ def server_main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="pion-server",
+        usage="%(prog)s [OPTION ...]   (%(prog)s --help lists the options)",
         description="Keep the K/V tensors of LLM prefixes and serve them bit-exact, over the Redis protocol.",
         epilog="Every option is also an environment variable (--max-bulk is PION_MAX_BULK) and a key of the --config "
         "file. The command line wins over the environment, that over the file. Sizes take kb, mb, gb.",
@@ -71,7 +76,7 @@ def _announce(started: Started, elapsed_s: float) -> None:
         f"  data       {_describe_data(services)}",
         *(f"  {name:<10} {text}" for name, text in (line() for line in services.banner)),
         f"  password   {'required' if config.requirepass else 'none'}",
-        f"  try        redis-cli -p {services.tcp_port} KV.PREFIX.INFO",
+        f"  try        {_first_command(services)}",
         "  stop       Ctrl-C, or SIGTERM: finishes what is under way; a second one stops at once",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -81,7 +86,19 @@ def _announce(started: Started, elapsed_s: float) -> None:
 def _describe_memory(config: Config) -> str:
     limit = size_text(config.max_bytes) if config.max_bytes else "no limit in bytes"
     first = {"lru": "the least recently used", "value": "the least valuable"}[config.eviction]
-    return f"{limit}, at most {config.max_sessions} sessions; {first} goes first"
+    return f"{limit}, at most {config.max_sessions:,} sessions (a prefix is two); {first} goes first"
+
+
+def _first_command(services: Services) -> str:
+    """What to type next, with what this server needs to answer."""
+    host = services.config.host
+    words = ["redis-cli"]
+    if host not in ("127.0.0.1", "localhost", "0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
+        words += ["-h", host]
+    words += ["-p", str(services.tcp_port)]
+    if services.config.requirepass:
+        words.append("--askpass")
+    return " ".join([*words, "KV.PREFIX.INFO"])
 
 
 def _describe_data(services: Services) -> str:
@@ -90,7 +107,9 @@ def _describe_data(services: Services) -> str:
         return "in memory only: nothing survives a restart"
     how = {"always": "flushed before each answer", "everysec": "flushed every second", "no": "flushed by the system"}
     counts = services.vstore.statistics()
-    text = f"{services.config.dir}, log {how[services.config.wal_sync]}; {counts.prefixes} prefixes read"
+    text = (
+        f"{Path(services.config.dir).absolute()}, log {how[services.config.wal_sync]}; {counts.prefixes} prefixes read"
+    )
     if data.log.error:
         text += f"; CHANGES ARE REFUSED: {data.log.error}"
     return text
@@ -98,7 +117,11 @@ def _describe_data(services: Services) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`pion`: look at what a server would load, at this machine, and at a data directory."""
-    parser = argparse.ArgumentParser(prog="pion", description="Tools around the Pion KV-cache server.")
+    parser = argparse.ArgumentParser(
+        prog="pion",
+        description="Tools around the Pion KV-cache server.",
+        epilog="pion COMMAND --help says more about one.",
+    )
     parser.add_argument("--version", action="version", version=f"pion {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     selection = argparse.ArgumentParser(add_help=False)
@@ -126,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["server"]:
         return server_main(argv[1:])
+    if not argv:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
     arguments = parser.parse_args(argv)
     try:
         result: int = arguments.run(arguments)
@@ -135,10 +161,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result
 
 
-def _console() -> Console:
+def _print(table: Table) -> None:
+    """For a person as wide as the terminal; for a program each row is one line, whole."""
     from rich.console import Console
 
-    return Console(soft_wrap=True)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    text = io.StringIO()
+    Console(file=text, width=PIPE_WIDTH, color_system=None).print(table)
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def _table(*titles: str) -> Table:
@@ -146,7 +178,7 @@ def _table(*titles: str) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(title)
+        table.add_column(title, overflow="fold")  # a name is folded, not cut
     return table
 
 
@@ -169,7 +201,7 @@ def _commands(arguments: argparse.Namespace) -> int:
         table.add_row(shown, " ".join(codes.get(row.name.upper(), ())), registry.origin(row), row.summary)
     if not rows:
         raise StartupError(f"no command has {arguments.pattern} in its name; pion commands lists all that are loaded")
-    _console().print(table)
+    _print(table)
     return 0
 
 
@@ -182,7 +214,7 @@ def _plugins(arguments: argparse.Namespace) -> int:
     table = _table("plugin", "selected", "kind", "location")
     for source in sources:
         table.add_row(source.name, "yes" if source.name in chosen else "no", source.kind, source.location)
-    _console().print(table)
+    _print(table)
     return 0
 
 
@@ -194,13 +226,15 @@ def _where(arguments: argparse.Namespace) -> int:
     name = " ".join(arguments.name).upper()
     row = registry.get(name)
     if row is None:
-        similar = [other.name for other in registry if name.split(".")[-1] in other.name.upper()]
+        names = {other.name.upper(): other.name for other in registry}
+        similar = [names[each] for each in names if name.split(".")[-1] in each]
+        similar = similar or [names[each] for each in difflib.get_close_matches(name, names)]
         hint = f"; similar: {', '.join(similar)}" if similar else "; pion commands lists all"
         raise StartupError(f"no command named {name}{hint}")
     handler = row.handler or next(other.handler for other in registry.subcommands(name))
     code = getattr(handler, "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(handler)
-    _console().print(f"{row.name}  plugin {registry.origin(row)}  {place}", highlight=False, markup=False)
+    sys.stdout.write(f"{row.name}  plugin {registry.origin(row)}  {place}\n")
     return 0
 
 
@@ -208,7 +242,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from pion.compute import device
 
     table = _table("what", "found")
-    for what, found in device.report():
+    rows = device.report()
+    for what, found in rows:
         table.add_row(what, found.replace("[", r"\["))  # what is in brackets would be taken for markup
-    _console().print(table)
+    _print(table)
+    sys.stdout.write(f"\n{_verdict(dict(rows))}\n")
     return 0
+
+
+def _verdict(found: dict[str, str]) -> str:
+    """What follows from the rows of `pion doctor`."""
+    from pion.compute import device
+
+    blas = device.prepare()
+    names = ["mlx", "mlx_lm"] if blas.state == "system" else ["mlx", "mlx_lm", "cmeel_openblas"]
+    if missing := [name for name in names if found[name].startswith("missing")]:
+        return (
+            f"Missing: {', '.join(missing)}. A server that stores and serves needs none of it; PionPromptCache and "
+            "ATTEND.* do. Install it from a checkout with: pip install -e 'pion-vllm-mlx/[mlx]'"
+        )
+    if not blas.fast:
+        return f"Nothing is missing, but MLX is slow here: {blas.detail}"
+    return "Nothing is missing. Next: pion-server --kvcache"

@@ -163,7 +163,9 @@ def _show(found: Examination) -> None:
         _say(f"\nleft out, {len(lost)} in all:")
         for line in lost:
             _say(f"  {line}")
-    if not found.unknown_version:
+    if not found.files:
+        _say("no server has stored anything here. Is this the directory that --dir named?")
+    elif not found.unknown_version:
         _say(f"{'all is well' if found.good else 'what can be kept'}: {_kept(found)}")
 
 

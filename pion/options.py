@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _metavar(unit: str) -> str:
-    return {"bytes": "SIZE", "s": "SECONDS", "ms": "MS", "us": "US", "path": "PATH", "": "TEXT"}.get(unit, "N")
+    return {"bytes": "SIZE", "s": "SECONDS", "ms": "MS", "us": "US", "path": "PATH", "list": "LIST", "": "TEXT"}.get(
+        unit, "N"
+    )
 
 
 def _help(field: attrs.Attribute[Any]) -> str:
@@ -144,7 +146,8 @@ def _expected(field: attrs.Attribute[Any]) -> str:
         unit += " (suffixes kb, mb, gb)"
     low, high = meta["low"], meta["high"]
     if low is not None and high is not None:
-        return f"{kind}{unit} from {low:g} to {high:g}"
+        most = size_text(high) if meta["unit"] == "bytes" else f"{high:g}"
+        return f"{kind}{unit} from {low:g} to {most}"
     return f"{kind}{unit}" + (f" of at least {low:g}" if low is not None else "")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,23 @@ async def test_little_is_verified_before_the_reply_begins(tmp_path, monkeypatch)
         harm(tmp_path, started, memories(started, WHOLE)[-1])
         assert await client.call(*WHOLE) == DAMAGED
         assert await client.call("KV.PREFIX.LOOKUP", "p") == "MISS"
+
+
+async def test_checks_grow_and_stand_in_front_of_what_they_compare(tmp_path, monkeypatch) -> None:
+    """A piece before the reply, then twice as much each time, up to four pieces."""
+    checked: list[list[MappedMemory]] = []
+    check = verifying.Doubts.check
+
+    def noted(self: verifying.Doubts, found: Sequence[MappedMemory]) -> None:
+        checked.append([*found])
+        check(self, found)
+
+    monkeypatch.setattr(verifying.Doubts, "check", noted)
+    async with unread(tmp_path, "tier") as (started, client):
+        found = memories(started, WHOLE)
+        assert await client.call(*WHOLE) == expected(WHOLE)
+    assert [len(each) for each in checked] == [2, 4, 4, 4, 4, 4, 1]
+    assert [memory for each in checked for memory in each] == found[1:]
 
 
 async def test_inside_exec_all_is_verified_before(tmp_path) -> None:

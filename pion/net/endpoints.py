@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +46,14 @@ class Listeners:
         return [describe(each) for each in self.resp] + [describe(each, "pion-binary") for each in self.binary]
 
 
+def _advice(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "is another server running there? --port 0 picks a free port"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "this user may not open that port: --port 1974, or another above 1023"
+    return "--host must be an address of this machine"
+
+
 async def open_listeners(config: Config) -> Listeners:
     """Bind the TCP ports and the Unix socket. Raises `StartupError` saying which address and why."""
     opened = Listeners([], [])
@@ -53,8 +62,7 @@ async def open_listeners(config: Config) -> Listeners:
             opened.resp.extend(await trio.open_tcp_listeners(config.port, host=config.host, backlog=config.backlog))
         except OSError as error:
             raise StartupError(
-                f"can't listen on {config.host}:{config.port}: {error.strerror or error}; "
-                "is another server running there? --port 0 picks a free port"
+                f"can't listen on {config.host}:{config.port}: {error.strerror or error}; {_advice(error)}"
             ) from error
         opened.binary.extend(await _open_binary(config))
         if config.unix:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pion.limits import VERIFY_PIECE_BYTES
 from pion.replies import BrokenReplyError, Stream
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pion.storage.vstore import VStore
 
 logger = logging.getLogger("pion.storage")
+
+MOST_PIECES: Final = 4
+"""Verified at once further back in a reply, a few ms of a disk: each check costs as much as verifying another MiB."""
 
 
 class Doubts:
@@ -93,14 +96,20 @@ class Doubts:
 
 
 class Checks:
-    """Puts checks into a reply, in front of the bytes that need them, a piece for each."""
+    """Puts checks into a reply, in front of the bytes that need them.
 
-    __slots__ = ("_doubts", "_left", "_memories", "_seen")
+    Each compares twice as much as the one before, up to `MOST_PIECES` pieces: the socket soon needs something to send,
+    and has more and more to send while the next one is made.
+    """
+
+    __slots__ = ("_doubts", "_left", "_memories", "_nbytes", "_seen")
 
     def __init__(self, doubts: Doubts) -> None:
         self._doubts = doubts
         self._memories: list[MappedMemory] = []
         """What the last check compares; it may still get more."""
+        self._nbytes = VERIFY_PIECE_BYTES
+        """As much as it should compare; before the reply begins it is a piece."""
         self._left = 0
         self._seen: set[MappedMemory] = set()
 
@@ -113,7 +122,8 @@ class Checks:
         if self._left >= 0:
             self._memories.append(memory)
             return None
-        self._left = VERIFY_PIECE_BYTES - memory.nbytes
+        self._nbytes = min(2 * self._nbytes, MOST_PIECES * VERIFY_PIECE_BYTES)
+        self._left = self._nbytes - memory.nbytes
         self._memories = [memory]
         return Stream(0, (partial(self._check, self._memories),), ahead=True)
 

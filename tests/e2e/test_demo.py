@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 
@@ -10,11 +11,16 @@ from rich.console import Console
 
 from pion_vllm_mlx.demo import __main__ as demo
 from pion_vllm_mlx.demo import conversation, worker
+from pion_vllm_mlx.demo.telling import telling
 
 
 def test_it_runs_agrees_and_shows_the_table(model_folder, capfd):
     assert demo.main(["--model", model_folder, "--prompt-characters", "400", "--new-tokens", "6"]) == 0
     shown = capfd.readouterr().out
+    assert "\x1b" not in shown
+    begun = re.findall(r"^\[\d+:\d\d\] (.+): starting$", shown, re.MULTILINE)
+    assert [title[0] for title in begun] == ["A", "B", "C", "D", "p", "p"]
+    assert shown.count(": loading the model\n") == shown.count(": generating\n") == len(begun)
     titles = ("A cold", "B warm", "C part shared", "D restarted")
     rows = {title: re.search(rf"│ {re.escape(title)} +│(.*)", shown) for title in titles}
     for title, row in rows.items():
@@ -31,12 +37,15 @@ def test_it_runs_agrees_and_shows_the_table(model_folder, capfd):
     assert re.search(r"│ restart +│ +│ +│ +│ +[\d,.]+ m?s │", shown)
     assert re.search(r"kvprefix_hits +│ +2 │ +1 │", shown)
     assert re.search(r"kvprefix_misses +│ +1 │ +0 │", shown)
+    measured = re.search(r"avoided_measured +│ +([\d.]+) │ +([\d.]+) │", shown)
+    assert float(measured[1]) > 0 == float(measured[2]), "what the line below the receipt explains"
+    assert "An estimate counts 555 us" in shown
 
 
 def test_nothing_is_left_of_the_data(monkeypatch, tmp_path, capfd):
     folders = []
 
-    def run(bars, title, job):
+    def run(teller, title, job):
         folders.append([path.name for path in tmp_path.glob("pion-demo-*/*")])
         return {"tokens": [1], "splits": [1], "ttft_s": 1.0, "text": "",
                 "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
@@ -50,7 +59,7 @@ def test_nothing_is_left_of_the_data(monkeypatch, tmp_path, capfd):
 
 
 def test_answers_that_differ_are_a_failure(monkeypatch, capfd):
-    def run(bars, title, job):
+    def run(teller, title, job):
         return {"tokens": [1, 2 if job["mode"] == "reference" else 3], "splits": [1], "ttft_s": 1.0, "text": "",
                 "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
 
@@ -62,7 +71,7 @@ def test_answers_that_differ_are_a_failure(monkeypatch, capfd):
 
 
 def test_one_answer_that_differs_is_enough(monkeypatch, capfd):
-    def run(bars, title, job):
+    def run(teller, title, job):
         return {"tokens": [1, 3 if title.startswith("C") else 2], "splits": [1], "ttft_s": 1.0, "text": "",
                 "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
 
@@ -79,8 +88,8 @@ def worker_that(tmp_path, monkeypatch):
         (tmp_path / "odd_worker.py").write_text(program)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr(demo, "WORKER", "odd_worker")
-        with demo._bars(Console()) as bars:
-            return demo.run(bars, "A cold", {"question": "x" * 200_000})
+        with telling(Console()) as teller:
+            return demo.run(teller, "A cold", {"question": "x" * 200_000})
 
     return use
 
@@ -104,6 +113,79 @@ def test_a_worker_that_fails_is_quoted(worker_that):
 def test_a_model_that_cannot_be_loaded_is_said_so(tmp_path, capfd):
     assert demo.main(["--model", str(tmp_path)]) == demo.EXIT_MISSING
     assert "A cold" in capfd.readouterr().out
+
+
+def test_stopping_it_is_no_traceback(monkeypatch, tmp_path, capfd):
+    def run(teller, title, job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert demo.main(["--model", "any"]) == demo.EXIT_STOPPED == 130
+    assert capfd.readouterr().out.endswith("Stopped. Nothing is left running, and the data is removed.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_ends_with_the_demo(worker_that, monkeypatch):
+    said = []
+
+    def stop(event):
+        said.append(event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_event", lambda line: stop(int(line)))
+    with pytest.raises(KeyboardInterrupt):
+        worker_that("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(said[0], 0)
+
+
+def test_an_error_may_look_like_markup(worker_that, capfd, monkeypatch):
+    def run_all(console, teller, model, options):
+        raise demo.WorkerError("A cold: no [/layer] in [config]")
+
+    monkeypatch.setattr(demo, "run_all", run_all)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert demo.main(["--model", "any"]) == demo.EXIT_MISSING
+    assert "A cold: no [/layer] in [config]" in capfd.readouterr().out
+
+
+QUIET = {"plain A, B, D": 4.0, "plain C": 9.0, "A cold": 4.0, "B warm": 1.0, "C part shared": 7.0, "D restarted": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("busy", "said"),
+    [
+        ({"A cold": 6.8}, "A cold and plain A, B, D compute the same prompt, and took 6,800 ms and 4,000 ms: 1.7 x"),
+        ({"plain A, B, D": 6.8}, "and took 4,000 ms and 6,800 ms: 1.7 x apart. So"),
+        ({"D restarted": 2.1}, "D restarted and B warm fetch the same rows, and took 2,100 ms and 1,000 ms: 2.1 x"),
+        ({"B warm": 12.0, "A cold": 6.0}, "1.5 x apart. D restarted and B warm fetch"),
+    ],
+)  # fmt: skip
+def test_two_runs_of_the_same_work_that_differ_are_called_noise(busy, said):
+    note = demo.noise(QUIET | busy)
+    assert said in note
+    assert note.count("this machine was busy") == 1
+
+
+@pytest.mark.parametrize("same", [{"A cold": 5.0}, {"A cold": 3.2}, {"B warm": 2.0}, {"D restarted": 2.0}])
+def test_those_that_do_not_are_not(same):
+    assert demo.noise(QUIET | same) == ""
+
+
+@pytest.mark.parametrize("cold_s", [1.2, 1.5])
+def test_the_table_is_followed_by_what_is_noise(monkeypatch, capfd, cold_s):
+    def run(teller, title, job):
+        return {"tokens": [1], "splits": [1], "ttft_s": cold_s if title.startswith("A cold") else 1.0, "text": "",
+                "prompt_tokens": 3, "restored": 0, "evaluated": 3}  # fmt: skip
+
+    monkeypatch.setattr(demo, "run", run)
+    assert demo.main(["--model", "any"]) == 0
+    shown = capfd.readouterr().out
+    table, _, below = shown.partition("D restarted")
+    assert "apart" not in table
+    assert ("A cold and plain A, B, D compute the same prompt" in below) == (cold_s > 1.25)
+    assert "An estimate counts" not in shown, "nothing was served"
 
 
 def test_bad_options_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import xxhash
@@ -88,6 +90,50 @@ def test_what_was_read_once_is_not_read_again() -> None:
     found.content = found.read()
     disk.damage("file", 10)
     assert found.read() == DATA
+
+
+class Watched:
+    """A file that notes into which buffers it is read; `together` is waited for once bytes are there."""
+
+    def __init__(self, mapping: Mapping, together: threading.Barrier | None = None) -> None:
+        self.view = mapping.view
+        self.buffers: list[object] = []
+        self._mapping = mapping
+        self._together = together
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.buffers.append(buffer.obj)
+        self._mapping.read_into(start, buffer)
+        if self._together is not None:
+            self._together.wait(30)
+
+
+def test_a_thread_verifies_through_one_buffer() -> None:
+    """Also after one that ended in an error, and regions of different sizes."""
+    _, mapping = file_with(DATA)
+    found = Watched(mapping)
+    for data in (DATA[:100], DATA, DATA[:1]):
+        assert region_of(found, data).verify()
+        assert not region_of(found, data + b"tail" + bytes(100)).verify()
+    assert len(found.buffers) == 6
+    assert all(buffer is found.buffers[0] for buffer in found.buffers)
+
+
+def test_threads_that_verify_at_once_do_not_share_a_buffer() -> None:
+    """Each has its bytes before any hashes them."""
+    together = threading.Barrier(2)
+    found: list[bool] = []
+
+    def verify(data: bytes) -> None:
+        _, mapping = file_with(data)
+        found.append(region_of(Watched(mapping, together), data).verify())
+
+    threads = [threading.Thread(target=verify, args=(data,)) for data in (DATA, DATA[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True, True]
 
 
 def test_damage_can_be_refused_by_a_replay() -> None:

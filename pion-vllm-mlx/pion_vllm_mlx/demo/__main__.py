@@ -17,24 +17,33 @@ from typing import IO, Any, Final
 
 import attrs
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pion.client import PionClient
 from pion.compute import device
+from pion.receipt import ESTIMATE_US_PER_TOKEN
 from pion.testing import ServerProcess
 from pion_vllm_mlx.demo import conversation
+from pion_vllm_mlx.demo.telling import Step, Teller, telling
 from pion_vllm_mlx.demo_model import DemoModelError, ensure_demo_model
 
 EXIT_DISAGREE: Final = 1
 EXIT_MISSING: Final = 2
+EXIT_STOPPED: Final = 130
 
 WORKER: Final = "pion_vllm_mlx.demo.worker"
 EVENTS: Final = ("progress", "state", "result")
 
+PLAIN: Final = "plain A, B, D"
+COLD: Final = "A cold"
+WARM: Final = "B warm"
 RESTARTED: Final = "D restarted"
 
 SHOW_SECONDS_FROM_S: Final = 10.0
+
+SAME_WORK: Final = ((COLD, PLAIN, "compute the same prompt", 1.25), (RESTARTED, WARM, "fetch the same rows", 2.0))
+"""Two runs whose times should be equal, and the factor from which their difference says more about the machine than
+about Pion. The second is wider, because one of the two reads the rows from files."""
 
 RECEIPT: Final = (
     "kvprefix_hits",
@@ -46,22 +55,31 @@ RECEIPT: Final = (
     "prefill_seconds_avoided_estimated",
 )
 
+ESTIMATED: Final = (
+    f"An estimate counts {ESTIMATE_US_PER_TOKEN:.0f} us for each token served. C took only a part of what A had "
+    "measured, and a server forgets what was measured (PREFILL_MS) when it ends, so D's is an estimate, too."
+)
+
 
 class WorkerError(Exception):
     """A process of the demo failed; the text is what it wrote."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if every answer agreed with a run without Pion, else EXIT_DISAGREE or EXIT_MISSING."""
+    """Run the demo; 0 if every answer agreed with a run without Pion, else EXIT_DISAGREE, _MISSING or _STOPPED."""
     options = parse(arguments)
     console = Console()
-    console.print(f"BLAS: {device.prepare().detail}")
+    _say(console, f"BLAS: {device.prepare().detail}")
     try:
-        model = options.model or str(ensure_demo_model(lambda text: console.print(f"demo model: {text}")))
-        demo = run_all(console, model, options)
+        with telling(console) as teller:
+            model = options.model or _demo_model(teller)
+            demo = run_all(console, teller, model, options)
     except (DemoModelError, WorkerError) as error:
-        console.print(f"[red]{error}[/red]" if console.is_terminal else str(error), markup=console.is_terminal)
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return EXIT_MISSING
+    except KeyboardInterrupt:
+        _say(console, "Stopped. Nothing is left running, and the data is removed.")
+        return EXIT_STOPPED
     show(console, demo, options.new_tokens)
     wrong = [title for title, run in demo.runs.items() if not run.get("agrees", True)]
     if wrong:
@@ -107,34 +125,48 @@ class Demo:
     """PION.STATS of the first server, before it was killed, and of the second, at the end."""
 
 
-def run_all(console: Console, model: str, options: argparse.Namespace) -> Demo:
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _demo_model(teller: Teller) -> str:
+    """The folder of the demo's model. Raises DemoModelError."""
+    step = teller.step("the model")
+    folder = str(ensure_demo_model(step.state))
+    step.finish(f"ready, in {folder}")
+    return folder
+
+
+def run_all(console: Console, teller: Teller, model: str, options: argparse.Namespace) -> Demo:
     """Run everything. Raises WorkerError."""
     system, other = conversation.system_prompts(options.prompt_characters)
     common = {"model": model, "new_tokens": options.new_tokens}
     first = {**common, "system": system, "question": conversation.QUESTION}
     second = {**common, "system": other, "question": conversation.OTHER_QUESTION}
-    with _bars(console) as bars, tempfile.TemporaryDirectory(prefix="pion-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pion-demo-") as folder:
+        _say(console, f"Starting pion-server --kvcache --dir {folder}")
         with ServerProcess("--kvcache", "--dir", folder) as server:
-            console.print(f"pion-server --kvcache: process {server.pid}, port {server.port}, data in {folder}")
+            _say(console, f"The server is ready: process {server.pid}, port {server.port}")
             prefix, longest = ({"port": server.port, "mode": mode} for mode in ("prefix", "longest"))
-            a = run(bars, "A cold: computes, stores", {**first, **prefix})
-            b = run(bars, "B warm: the same prompt", {**first, **prefix})
-            c = run(bars, "C warm: the first part", {**second, **longest})
+            a = run(teller, "A cold: computes, stores", {**first, **prefix})
+            b = run(teller, "B warm: the same prompt", {**first, **prefix})
+            c = run(teller, "C warm: the first part", {**second, **longest})
             before = _stats(server.port)
+            _say(console, "Killing the server (SIGKILL) and starting another on the same data")
             server.kill()
         began_s = time.perf_counter()
         with ServerProcess("--kvcache", "--dir", folder) as server:
             _stats(server.port)
             restart_s = time.perf_counter() - began_s
-            console.print(f"SIGKILL, and started again on the same data: process {server.pid}, port {server.port}")
-            d = run(bars, "D warm: after SIGKILL", {**first, "port": server.port, "mode": "prefix"})
+            _say(console, f"The server is ready: process {server.pid}, port {server.port}")
+            d = run(teller, "D warm: after SIGKILL", {**first, "port": server.port, "mode": "prefix"})
             after = _stats(server.port)
-        plain = run(bars, "plain A, B, D: no Pion", {**first, "mode": "reference", "splits": a["splits"]})
-        other_plain = run(bars, "plain C: no Pion", {**second, "mode": "reference", "splits": c["splits"]})
+        plain = run(teller, "plain A, B, D: no Pion", {**first, "mode": "reference", "splits": a["splits"]})
+        other_plain = run(teller, "plain C: no Pion", {**second, "mode": "reference", "splits": c["splits"]})
     for result, reference in ((a, plain), (b, plain), (c, other_plain), (d, plain)):
         result["agrees"] = result["tokens"] == reference["tokens"]
         result["speed_up"] = reference["ttft_s"] / result["ttft_s"]
-    titles = ("plain A, B, D", "plain C", "A cold", "B warm", "C part shared", RESTARTED)
+    titles = (PLAIN, "plain C", COLD, WARM, "C part shared", RESTARTED)
     return Demo(dict(zip(titles, (plain, other_plain, a, b, c, d), strict=True)), restart_s, (before, after))
 
 
@@ -143,9 +175,9 @@ def _stats(port: int) -> dict[str, Any]:
         return client.stats()
 
 
-def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run one process to its end, with a bar that follows it. Raises WorkerError."""
-    bar = bars.add_task(title, total=None, state="starting")
+def run(teller: Teller, title: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run one process to its end, and tell what it does meanwhile. Raises WorkerError."""
+    step = teller.step(title)
     command = [sys.executable, "-m", WORKER]
     # Not pipes for what nobody reads meanwhile: a full one would stop the process.
     with (
@@ -153,19 +185,12 @@ def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
         tempfile.TemporaryFile("w+", errors="replace") as said,
         subprocess.Popen(command, stdin=_filled(given, job), stdout=subprocess.PIPE, stderr=said, text=True) as process,
     ):
-        assert process.stdout is not None  # noqa: S101  opened with PIPE
-        result: dict[str, Any] | None = None
-        for line in process.stdout:
-            event = _event(line)
-            if event is None:
-                continue
-            kind = event.pop("event")
-            if kind == "progress":
-                bars.update(bar, completed=event["done"], total=event["total"], state="prefill")
-            elif kind == "state":
-                bars.update(bar, state=event["text"])
-            else:
-                result = event
+        try:
+            result = _follow(process, step)
+        except BaseException:  # Ctrl-C too, for which leaving the block would not wait
+            process.kill()
+            process.wait()
+            raise
         process.wait()
         said.seek(0)
         errors = said.read()
@@ -173,7 +198,25 @@ def run(bars: Progress, title: str, job: dict[str, Any]) -> dict[str, Any]:
         last = errors.strip().splitlines()[-1:] or ["it ended without a word"]
         msg = f"{title}: {last[0]}"
         raise WorkerError(msg)
-    bars.update(bar, completed=1, total=1, state=f"first token after {result['ttft_s']:.3f} s")
+    step.finish(f"done, first token after {result['ttft_s']:.3f} s")
+    return result
+
+
+def _follow(process: subprocess.Popen[str], step: Step) -> dict[str, Any] | None:
+    """Tell what the process tells until it closes its output; its result, None if there was none."""
+    assert process.stdout is not None  # noqa: S101  opened with PIPE
+    result: dict[str, Any] | None = None
+    for line in process.stdout:
+        event = _event(line)
+        if event is None:
+            continue
+        kind = event.pop("event")
+        if kind == "progress":
+            step.prefill(event["done"], event["total"])
+        elif kind == "state":
+            step.state(event["text"])
+        else:
+            result = event
     return result
 
 
@@ -191,17 +234,6 @@ def _event(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and event.get("event") in EVENTS else None
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(finished_text="*"),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
-        console=console,
-    )
 
 
 def _time(seconds: float) -> str:
@@ -232,7 +264,9 @@ def show(console: Console, demo: Demo, new_tokens: int) -> None:
             {True: "yes", False: "NO", None: ""}[result.get("agrees")],
         )
     console.print(table)
-    for title in ("B warm", "C part shared", RESTARTED):
+    if note := noise({title: result["ttft_s"] for title, result in demo.runs.items()}):
+        _say(console, note)
+    for title in (WARM, "C part shared", RESTARTED):
         console.print(f"{title[0]} answered: {demo.runs[title]['text']}", markup=False)
     counts = Table(title="The receipt: PION.STATS of the server")
     counts.add_column("counter")
@@ -242,6 +276,25 @@ def show(console: Console, demo: Demo, new_tokens: int) -> None:
         values = [receipt[name] for receipt in demo.receipts]
         counts.add_row(name, *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values))
     console.print(counts)
+    if any(receipt["prefill_seconds_avoided_estimated"] for receipt in demo.receipts):
+        _say(console, ESTIMATED)
+
+
+def noise(ttft_s: dict[str, float]) -> str:
+    """What to say below the table when runs of the same work differ much; the times to first token in s, by title."""
+    apart = []
+    for one, other, what, factor in SAME_WORK:
+        times = (ttft_s[one], ttft_s[other])
+        if max(times) > factor * min(times):
+            shown = " and ".join(map(_time, times))
+            apart.append(f"{one} and {other} {what}, and took {shown}: {max(times) / min(times):.1f} x apart. ")
+    if not apart:
+        return ""
+    return (
+        f"{''.join(apart)}So this machine was busy with something else meanwhile, or its disk is slow. Every TTFT "
+        "above may be off by as much, and so may every speed-up. For figures to compare, run this again while nothing "
+        "else runs."
+    )
 
 
 if __name__ == "__main__":
