@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import threading
 import weakref
 from typing import Any, Final
@@ -33,6 +34,11 @@ WHOLE_BYTES: Final = 1 << 20
 PIECES: Final = 256
 PIECE_BYTES: Final = 64
 """How a larger tensor is sampled: one cache line each, 16 KiB a tensor."""
+
+_SEQUENCES: Final = (list, tuple)
+_PLAIN: Final = (bool, int, float, str, type(None))
+_ARRAY, _MAPPING, _SEQUENCE = object(), object(), object()
+"""Marks that no setting is equal to."""
 
 IGNORED_SETTINGS: Final = frozenset({"_training", "_no_grad"})
 """Settings that change how a module trains, not what it computes."""
@@ -53,17 +59,22 @@ class Fingerprint:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._lock = threading.Lock()
-        self._seen: list[tuple[str, Any]] = []
+        self._marks: list[Any] = []
+        self._arrays: list[weakref.ref[mx.array]] = []
+        """Dead once its array is gone, so that a new one at the same address is never taken for it."""
         self._identity: Identity | None = None
 
     def current(self) -> Identity:
         """The identity of the model as it is now."""
         with self._lock:
-            leaves: list[tuple[str, Any]] = []
-            _collect(self._model, "", leaves)
-            if self._identity is None or not self._unchanged(leaves):
+            marks: list[Any] = []
+            arrays: list[mx.array] = []
+            _walk(self._model, marks, arrays)
+            if self._identity is None or not self._unchanged(marks, arrays):
+                leaves: list[tuple[str, Any]] = []
+                _collect(self._model, "", leaves)
                 self._identity = _identify(self._model, leaves)
-                self._seen = [(path, _reference(value)) for path, value in leaves]
+                self._marks, self._arrays = marks, [weakref.ref(array) for array in arrays]
             return self._identity
 
     def forget(self) -> None:
@@ -71,15 +82,10 @@ class Fingerprint:
         with self._lock:
             self._identity = None
 
-    def _unchanged(self, leaves: list[tuple[str, Any]]) -> bool:
-        if len(leaves) != len(self._seen):
+    def _unchanged(self, marks: list[Any], arrays: list[mx.array]) -> bool:
+        if marks != self._marks or len(arrays) != len(self._arrays):
             return False
-        for (path, value), (seen_path, reference) in zip(leaves, self._seen, strict=True):
-            # A weak reference is dead once its array is gone, so a new array at the same address is never taken for it.
-            same = reference() is value if isinstance(value, mx.array) else reference == value
-            if path != seen_path or not same:
-                return False
-        return True
+        return all(map(operator.is_, arrays, [reference() for reference in self._arrays]))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> bytes:
@@ -95,8 +101,32 @@ def tokenizer_fingerprint(tokenizer: Any) -> bytes:
     return digest_fields(type(slow).__name__, json.dumps(sorted(slow.get_vocab().items())))
 
 
-def _reference(value: Any) -> Any:
-    return weakref.ref(value) if isinstance(value, mx.array) else value
+def _walk(node: Any, marks: list[Any], arrays: list[mx.array]) -> None:
+    """Append what tells whether anything that `_collect` finds has changed: quick, as it is done at each use.
+
+    A pass through the model has just taken all of this out of the processor's cache, so it touches little and makes
+    nothing: no paths, but names and sizes in the order of the walk.
+    """
+    if isinstance(node, mx.array):
+        arrays.append(node)
+        marks.append(_ARRAY)
+        return
+    if isinstance(node, nn.Module):
+        marks.append(type(node).__qualname__)
+        for name, value in vars(node).items():
+            if name not in IGNORED_SETTINGS and _plain(value):
+                marks += name, value
+    if isinstance(node, dict):
+        marks += _MAPPING, len(node)
+        for name, child in node.items():
+            marks.append(name)
+            _walk(child, marks, arrays)
+    elif isinstance(node, _SEQUENCES):
+        marks += _SEQUENCE, len(node)
+        for child in node:
+            _walk(child, marks, arrays)
+    elif isinstance(node, _PLAIN):
+        marks.append(node)
 
 
 def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
@@ -115,7 +145,7 @@ def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
     if isinstance(node, dict):
         for name in node:
             _collect(node[name], f"{path}.{name}", leaves)
-    elif isinstance(node, list | tuple):
+    elif isinstance(node, _SEQUENCES):
         for index, value in enumerate(node):
             _collect(value, f"{path}.{index}", leaves)
     elif _plain(node):
@@ -123,9 +153,9 @@ def _collect(node: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
 
 
 def _plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return all(_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    return isinstance(value, _PLAIN)
 
 
 def _identify(model: Any, leaves: list[tuple[str, Any]]) -> Identity:

@@ -55,14 +55,15 @@ class _Receiver:
     def __init__(self, context: Context, tokens: int) -> None:
         self._slots = context.slots
         self._tokens = tokens
-        self._capacity = _rounded_up(tokens + SPARE_TOKENS, SPARE_TOKENS)
         stored = {*context.layout.keys, *context.layout.values}
         # Rows in a format that NumPy can't read come widened by the server, in the widest type the model uses.
         self._native = stored <= set(BITS)
         self._formats = (context.layout.keys, context.layout.values)
         self.wire: Any = "native" if self._native else "fp32"
         self.received = 0
-        self._blanks: list[BlankSlot] = []
+        capacity = _rounded_up(tokens + SPARE_TOKENS, SPARE_TOKENS)
+        # Made before the request is sent: MLX clears the memory while the server looks the prefix up.
+        self._blanks: list[BlankSlot] = [CODECS_BY_KIND[s.kind].blank(s, tokens, capacity) for s in self._slots]
         self._buffer = np.empty(0, np.uint8)
         self._target: np.ndarray[Any, Any] = self._buffer
         self._index = -1
@@ -80,8 +81,6 @@ class _Receiver:
             if nbytes != self._tokens * row_bytes:
                 msg = f"layer {index // 2} came with {nbytes} bytes instead of {self._tokens} rows of {row_bytes}"
                 raise RejectedPrefixError(msg)
-            if not self._blanks:
-                self._blanks = [CODECS_BY_KIND[s.kind].blank(s, self._tokens, self._capacity) for s in self._slots]
             self._index, self._row, self._target = index, 0, self._blanks[index // 2].side(index % 2)
         self._rows = min(max(1, RECEIVE_BYTES // row_bytes), self._tokens - self._row)
         size = self._rows * row_bytes

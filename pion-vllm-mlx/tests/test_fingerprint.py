@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from pion_vllm_mlx import fingerprint
 from pion_vllm_mlx.fingerprint import PIECES, WHOLE_BYTES, Fingerprint, tokenizer_fingerprint
 from pion_vllm_mlx.testing import make_tiny_model, random_tokens
 
@@ -169,3 +173,30 @@ def test_plain_values_in_lists_and_dicts_of_a_module_count(change):
     assert fingerprint.current() is before
     change(model.model)
     assert fingerprint.current() != before
+
+
+_settings = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from([0.5, "a", "b", ""]),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.sampled_from("abc"), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(one=_settings, other=_settings)
+def test_whatever_the_hash_would_see_the_check_sees(one, other):
+    class Holder(nn.Module):
+        def __init__(self, held):
+            super().__init__()
+            self["held"] = held
+
+    found = []
+    for held in (one, other):
+        leaves, marks = [], []
+        fingerprint._collect(Holder(held), "", leaves)
+        fingerprint._walk(Holder(held), marks, [])
+        found.append((leaves, marks))
+    (one_leaves, one_marks), (other_leaves, other_marks) = found
+    if one_leaves != other_leaves:
+        assert one_marks != other_marks
+    if one == other:
+        assert one_marks == other_marks
