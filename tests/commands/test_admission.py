@@ -237,12 +237,13 @@ async def test_a_cancelled_wait_counts_nothing(autojump_clock) -> None:
     assert sketch(kv).misses(b"a") == 3
 
 
-def test_in_a_transaction() -> None:
+async def test_in_a_transaction() -> None:
     kv = make_harness(Config(admission=2))
     assert call(kv, "MULTI") == "OK"
     for command in [("KV.PREFIX.LOOKUP", "a"), REGISTER, ("KV.PREFIX.LOOKUP", "a"), REGISTER]:
         assert call(kv, *command) == "QUEUED"
-    assert call(kv, "EXEC") == ["MISS", "DEFERRED", "MISS", "OK"]
+    # On a slow machine it lets others have their turn in between.
+    assert plain(await kv.call("EXEC")) == ["MISS", "DEFERRED", "MISS", "OK"]
 
 
 def test_the_receipt_counts_misses_as_ever(kv) -> None:
