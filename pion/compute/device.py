@@ -180,7 +180,7 @@ def keep_freed_memory() -> bool:
     glibc gives large freed blocks back to the kernel, and taking fresh pages again is slow: 17 ms or more for the 47 MB
     of a 1,024-token prefix of the demo model. A process that restores caches again and again may prefer to keep them,
     at the price of a larger resident size after a peak. The server wants the opposite. Nothing calls this by itself;
-    the demo and the benchmarks do, and so may a program at its start. Linux with glibc only.
+    the demo does, and so may a program at its start. Linux with glibc only.
     """
     if not sys.platform.startswith("linux"):
         return False

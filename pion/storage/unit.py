@@ -102,7 +102,7 @@ class Looked:
     """What LOOKUP reads of a unit.
 
     CPython lays out the slots of a base first: these six and the reference count lie in one line of the processor's
-    cache. With a million units each line costs LOOKUP a trip to memory, a tenth of its time.
+    cache. With a million units each further line would cost LOOKUP another trip to memory.
     """
 
     __slots__ = ("declaration", "expires_s", "k_rows", "parent", "partial", "prefill_ms")
