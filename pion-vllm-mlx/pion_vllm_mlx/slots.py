@@ -5,7 +5,9 @@ a cache is worse than none. A subclass is another class, because it may keep its
 
 Rows are what the V-store keeps: one token in one layer and side, `[heads * head_dim]`, while MLX wants
 `[1, heads, tokens, head_dim]`. So storing transposes once into a fresh array, and restoring transposes once on the way
-from the receive buffer into the cache's own memory.
+from the receive buffer into memory that all sides share, of which MLX takes a copy. MLX makes no array without clearing
+it, or copying something into it, first: with one that it has cleared, each byte is written twice to memory that no
+cache of the processor holds, and here to one that stays in it, and once to the other.
 """
 
 from __future__ import annotations
@@ -69,18 +71,35 @@ class Codec(Protocol):
     def rows(self, cache: Any, start: int, stop: int) -> tuple[mx.array, mx.array]:
         """Keys and values of tokens `start` to `stop`, each `[stop - start, width]`, copied and evaluated."""
 
-    def blank(self, shape: SlotShape, tokens: int, capacity: int) -> BlankSlot:
-        """Memory for a cache that holds `tokens` tokens and has room for `capacity`."""
+    def blank(self, shape: SlotShape, tokens: int, capacity: int, scratch: Scratch) -> BlankSlot:
+        """A cache that will hold `tokens` tokens and have room for `capacity`."""
+
+
+class Scratch:
+    """Memory in which one side after the other is put in order. It lives as long as one restore."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[tuple[int, ...], Any], npt.NDArray[Any]] = {}
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+        """The array of this shape, the same one whenever it is asked for; zero when it is new."""
+        found = self._arrays.get((shape, dtype))
+        if found is None:
+            found = self._arrays[shape, dtype] = np.zeros(shape, dtype)
+        return found
 
 
 class BlankSlot(Protocol):
-    """A cache being restored."""
+    """A cache being restored: keys, then values."""
 
     def side(self, index: int) -> npt.NDArray[Any]:
-        """Keys (0) or values (1) as a view `[heads, tokens, head_dim]` to be filled."""
+        """Keys (0) or values (1) as a view `[heads, tokens, head_dim]`, to be filled before any other is asked for."""
+
+    def filled(self, index: int) -> None:
+        """All of that view was written. It must not be used any more."""
 
     def finish(self) -> Any:
-        """The cache. The views must not be used any more."""
+        """The cache, once both sides were filled."""
 
 
 class KVCodec:
@@ -108,37 +127,45 @@ class KVCodec:
         mx.eval(rows)
         return rows[0], rows[1]
 
-    def blank(self, shape: SlotShape, tokens: int, capacity: int) -> BlankSlot:
+    def blank(self, shape: SlotShape, tokens: int, capacity: int, scratch: Scratch) -> BlankSlot:
         """See Codec."""
-        return _BlankKV(shape, tokens, capacity)
+        return _BlankKV(shape, tokens, capacity, scratch)
 
 
 class _BlankKV:
-    """Zeroed arrays of the final size, filled through NumPy views of MLX's own memory."""
+    """Keys and values of the final size. The rows behind the prefix are zero, as in a cache that mlx-lm made."""
 
-    def __init__(self, shape: SlotShape, tokens: int, capacity: int) -> None:
-        self._dtype = DTYPES[shape.dtype]
+    def __init__(self, shape: SlotShape, tokens: int, capacity: int, scratch: Scratch) -> None:
+        self._shape = shape
         self._tokens = tokens
-        # bfloat16 memory is made as uint16, which NumPy can see; `finish` gives it its type without a copy.
-        raw = mx.uint16 if shape.dtype == "bf16" else self._dtype
-        self._arrays = [mx.zeros((1, side.heads, capacity, side.head_dim), raw) for side in (shape.keys, shape.values)]
-        # MLX clears the memory in a thread of its own, while the first rows are on their way.
-        mx.async_eval(self._arrays)
+        self._capacity = capacity
+        self._scratch = scratch
+        self._arrays: list[mx.array] = []
 
     def side(self, index: int) -> npt.NDArray[Any]:
         """See BlankSlot."""
-        return np.asarray(memoryview(self._arrays[index]))[0, :, : self._tokens]
+        return self._whole(index)[0, :, : self._tokens]
+
+    def filled(self, index: int) -> None:
+        """See BlankSlot."""
+        array = mx.array(self._whole(index))
+        # bfloat16 comes as uint16, which NumPy can see; it gets its type without a copy.
+        dtype = DTYPES[self._shape.dtype]
+        self._arrays.append(array if array.dtype == dtype else array.view(dtype))
 
     def finish(self) -> Any:
+        """See BlankSlot."""
+        mx.eval(self._arrays)
         cache = KVCache()
-        cache.keys, cache.values = (
-            array if array.dtype == self._dtype else array.view(self._dtype) for array in self._arrays
-        )
-        mx.eval(cache.keys, cache.values)
+        cache.keys, cache.values = self._arrays
         cache.offset = self._tokens
         # A second reference to the memory would make MLX copy all of it at the first generated token.
-        del self._arrays
+        self._arrays = []
         return cache
+
+    def _whole(self, index: int) -> npt.NDArray[Any]:
+        side = (self._shape.keys, self._shape.values)[index]
+        return self._scratch.array((1, side.heads, self._capacity, side.head_dim), BITS[self._shape.dtype])
 
 
 def _side(array: mx.array) -> Side:

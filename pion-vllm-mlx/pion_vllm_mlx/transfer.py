@@ -1,10 +1,10 @@
 """Moving a prefix between a cache and the server: rows out, rows in.
 
 In: one request fetches every layer, over the binary lane where the server has one; the bytes of each layer and side are
-received into one small buffer, which stays in the processor's cache, and copied transposed from there into the final
-memory of the cache. Out: on the connection that claimed the prefix, which speaks RESP, layer by layer, each a fresh
-copy, sent as it lies; a group of layers goes in one pipeline, and a group is bounded so that a long prefix doesn't need
-its size in memory a second time.
+received into one small buffer and copied transposed from there into another, which both stay in the processor's cache;
+MLX takes a copy of each side when it is complete. Out: on the connection that claimed the prefix, which speaks RESP,
+layer by layer, each a fresh copy, sent as it lies; a group of layers goes in one pipeline, and a group is bounded so
+that a long prefix doesn't need its size in memory a second time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from pion.client import PionClient
 from pion.client.errors import PionClientError, ServerError
 from pion_vllm_mlx.prefix_key import Context
-from pion_vllm_mlx.slots import BITS, CODECS_BY_KIND, DTYPES, BlankSlot, SlotShape, codec, row_bytes
+from pion_vllm_mlx.slots import BITS, CODECS_BY_KIND, DTYPES, Scratch, SlotShape, codec, row_bytes
 
-RECEIVE_BYTES: Final = 1 << 18
-"""The receive buffer: 256 KiB fits the second-level cache, and is few enough calls."""
+RECEIVE_BYTES: Final = 1 << 19
+"""The receive buffer: 512 KiB fits the second-level cache beside a side of some thousand tokens, and is few calls."""
 
 GROUP_BYTES: Final = 64 << 20
 """Rows copied and sent together."""
@@ -62,8 +62,8 @@ class _Receiver:
         self.wire: Any = "native" if self._native else "fp32"
         self.received = 0
         capacity = _rounded_up(tokens + SPARE_TOKENS, SPARE_TOKENS)
-        # Made before the request is sent: MLX clears the memory while the server looks the prefix up.
-        self._blanks: list[BlankSlot] = [CODECS_BY_KIND[s.kind].blank(s, tokens, capacity) for s in self._slots]
+        scratch = Scratch()
+        self._blanks = [CODECS_BY_KIND[s.kind].blank(s, tokens, capacity, scratch) for s in self._slots]
         self._buffer = np.empty(0, np.uint8)
         self._target: np.ndarray[Any, Any] = self._buffer
         self._index = -1
@@ -97,6 +97,8 @@ class _Receiver:
         self._target[:, self._row : self._row + self._rows] = rows.transpose(1, 0, 2)
         self._row += self._rows
         self.received += raw.nbytes
+        if self._row == self._tokens:
+            self._blanks[index // 2].filled(index % 2)
 
     def caches(self) -> list[Any]:
         if self._index != 2 * len(self._slots) - 1 or self._row != self._tokens:

@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, trim_prompt_cache
 
 from pion_vllm_mlx import UnsupportedCacheError
-from pion_vllm_mlx.slots import codec, probe
+from pion_vllm_mlx.slots import CODECS_BY_KIND, Scratch, Side, SlotShape, codec, probe
+from pion_vllm_mlx.slots import DTYPES as DTYPES_BY_NAME
 from pion_vllm_mlx.testing import greedy, make_tiny_model, random_tokens, same_bits
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -72,6 +73,28 @@ def test_keys_and_values_of_different_width(connect):
     reader = connect(model)
     assert same_bits(connect(model).get_or_prefill(ids), reader.get_or_prefill(ids))
     assert reader.stats()["bytes_fetched"] == 40 * (48 + 8) * 4
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_caches_restored_through_the_same_scratch_have_memory_of_their_own(dtype):
+    shape = SlotShape("KVCache", dtype, Side(2, 16), Side(2, 16))
+    scratch = Scratch()
+    blanks = [CODECS_BY_KIND["KVCache"].blank(shape, 5, 8, scratch) for _ in range(2)]
+    for number, blank in enumerate(blanks):
+        for index in (0, 1):
+            blank.side(index)[...] = 1 + 2 * number + index
+            blank.filled(index)
+    caches = [blank.finish() for blank in blanks]
+    for number, cache in enumerate(caches):
+        assert cache.offset == 5
+        for index, array in enumerate((cache.keys, cache.values)):
+            assert array.dtype == DTYPES_BY_NAME[dtype]
+            bits = array if dtype != "bf16" else array.view(mx.uint16)
+            memory = np.asarray(memoryview(bits))
+            assert memory.shape == (1, 2, 8, 16)
+            assert (memory[:, :, :5] == 1 + 2 * number + index).all()
+            assert not memory[:, :, 5:].any(), "what lies behind the prefix is zero"
+            memory[...] = 0
 
 
 @pytest.mark.parametrize("keep", [1, 17, 64, 255, 256, 257])

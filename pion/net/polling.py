@@ -14,24 +14,15 @@ The same idea as adaptive spinning in mutexes and as the Linux guest halt pollin
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from time import perf_counter_ns, sleep
+from time import perf_counter_ns
 from typing import Final
 
 import attrs
 
-from pion.net.transport import Transport
+from pion.net.transport import Transport, offer_core
 
 _MOST_SKIPPED: Final = 1024
 """Waits without a look after many looks in vain: then the cost is lost in the noise."""
-
-
-def _yield_by_sleeping() -> None:
-    sleep(0)
-
-
-_offer_core: Callable[[], None] = getattr(os, "sched_yield", _yield_by_sleeping)
 
 
 @attrs.define(eq=False)
@@ -70,7 +61,7 @@ class BusyPoll:
         end_ns = perf_counter_ns() + dialogue.busy_poll_ns
         looking = True
         while looking:
-            _offer_core()
+            offer_core()
             data = transport.recv_nowait(max_bytes)
             if data is not None:
                 self._penalty = 0

@@ -8,8 +8,10 @@ whole effect or none, so a cancelled wait loses nothing; what a half-sent reply 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import trio
@@ -26,6 +28,11 @@ NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
 """The same while a bulk reply is sent: one slice more in the kernel keeps the sender from waking for every 16 KiB."""
 
 
+UNIX_SEND_BYTES: Final = 4 * MIB
+"""Room asked for in a Unix socket, which doesn't grow by itself as TCP's does, to this size. With the usual 208 KiB a
+reader that does something with what it got finds nothing more, and the two take turns instead of working side by side.
+The system may give less: Linux at most net.core.wmem_max."""
+
 KEEPALIVE_S: Final = 300
 """As in Redis: a peer that vanished without a word is noticed after ten minutes, even if it has nothing to say."""
 
@@ -33,6 +40,14 @@ LINGER_S: Final = 1.0
 LINGER_BYTES: Final = MIB
 """After a protocol error the rest of what the client sent is read away for so long: closing a socket that holds unread
 bytes would reset the connection, and the client might never see the error."""
+
+
+def _yield_by_sleeping() -> None:
+    time.sleep(0)
+
+
+offer_core: Callable[[], None] = getattr(os, "sched_yield", _yield_by_sleeping)
+"""Let another process that waits for this core have it; returns at once when none does."""
 
 
 class Transport(Protocol):
@@ -107,6 +122,8 @@ class SocketTransport:
             self._option(socket.IPPROTO_TCP, idle, KEEPALIVE_S)
             self._option(socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_S // 3)
             self._option(socket.IPPROTO_TCP, "TCP_KEEPCNT", 3)
+        else:
+            self._option(socket.SOL_SOCKET, "SO_SNDBUF", UNIX_SEND_BYTES)
         self._notsent(NOTSENT_BYTES)
 
     def recv_nowait(self, max_bytes: int) -> bytes | None:
@@ -165,6 +182,10 @@ class SocketTransport:
 
     async def wait_writable(self) -> None:
         """See `Transport`."""
+        if self._bulk:
+            # A reader on the same core empties the socket now. Else each time it makes room it would wake this side,
+            # which then takes the core from it in the middle of its work.
+            offer_core()
         try:
             await trio.lowlevel.wait_writable(self._fd)
         except (trio.ClosedResourceError, OSError, ValueError) as error:  # ValueError: closed before the wait

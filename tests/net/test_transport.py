@@ -116,6 +116,27 @@ async def test_options_follow_what_is_under_way():
     there.close()
 
 
+async def test_a_unix_socket_has_more_room_than_by_itself():
+    left, right = trio.socket.socketpair()
+    usual = left.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    here = SocketTransport(left)
+    assert here._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > usual
+    here.close()
+    right.close()
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+async def test_a_reader_on_the_same_core_goes_first_only_in_a_bulk_reply(monkeypatch, bulk):
+    offers = []
+    monkeypatch.setattr(module, "offer_core", lambda: offers.append(1))
+    here, there = await tcp_pair()
+    here.sending_bulk(bulk)
+    await here.wait_writable()
+    assert len(offers) == bulk
+    here.close()
+    there.close()
+
+
 async def test_a_platform_without_the_tuning_options_works_without_them(monkeypatch):
     for name in ("TCP_NOTSENT_LOWAT", "SO_RCVLOWAT", "TCP_NODELAY", "TCP_KEEPIDLE"):
         monkeypatch.delattr(module.socket, name)
