@@ -10,6 +10,7 @@ that a long prefix doesn't need its size in memory a second time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import mlx.core as mx
@@ -26,8 +27,9 @@ RECEIVE_BYTES: Final = 1 << 19
 GROUP_BYTES: Final = 64 << 20
 """Rows copied and sent together."""
 
-SPARE_TOKENS: Final = 256
-"""Room left after the prefix, so that the first generated token doesn't move all of it; one step of KVCache."""
+SPARE_TOKENS: Final = 64
+"""Room left after the prefix, so that a usual question and the first tokens of the answer don't move all of it. More
+would take longer to clear than it saves: moving the prefix once takes what evaluating some ten tokens does."""
 
 
 class RejectedPrefixError(PionClientError):
@@ -55,47 +57,41 @@ class _Receiver:
     def __init__(self, context: Context, tokens: int) -> None:
         self._slots = context.slots
         self._tokens = tokens
-        stored = {*context.layout.keys, *context.layout.values}
+        formats = list(chain.from_iterable(zip(context.layout.keys, context.layout.values, strict=True)))
         # Rows in a format that NumPy can't read come widened by the server, in the widest type the model uses.
-        self._native = stored <= set(BITS)
-        self._formats = (context.layout.keys, context.layout.values)
-        self.wire: Any = "native" if self._native else "fp32"
+        native = set(formats) <= set(BITS)
+        self.wire: Any = "native" if native else "fp32"
+        self._wires = formats if native else ["fp32"] * len(formats)
+        self._sides = [side for slot in self._slots for side in (slot.keys, slot.values)]
         self.received = 0
         capacity = _rounded_up(tokens + SPARE_TOKENS, SPARE_TOKENS)
         scratch = Scratch()
         self._blanks = [CODECS_BY_KIND[s.kind].blank(s, tokens, capacity, scratch) for s in self._slots]
         self._buffer = np.empty(0, np.uint8)
         self._target: np.ndarray[Any, Any] = self._buffer
+        self._bits: Any = np.dtype(np.uint8)
+        self._row_bytes = 1
         self._index = -1
         self._row = 0
+        """Rows of this side that are there."""
         self._rows = 0
+        """Rows that are being received."""
 
     def receive(self, index: int, nbytes: int) -> memoryview:
-        slot = self._slots[index // 2] if index // 2 < len(self._slots) else None
-        if slot is None:
-            msg = f"the prefix has more than the model's {len(self._slots)} layers"
-            raise RejectedPrefixError(msg)
-        side = slot.values if index % 2 else slot.keys
-        row_bytes = side.width * np.dtype(self._bits(index)).itemsize
         if index != self._index:
-            if nbytes != self._tokens * row_bytes:
-                msg = f"layer {index // 2} came with {nbytes} bytes instead of {self._tokens} rows of {row_bytes}"
-                raise RejectedPrefixError(msg)
-            self._index, self._row, self._target = index, 0, self._blanks[index // 2].side(index % 2)
-        self._rows = min(max(1, RECEIVE_BYTES // row_bytes), self._tokens - self._row)
-        size = self._rows * row_bytes
+            self._begin(index, nbytes)
+        self._rows = min(max(1, RECEIVE_BYTES // self._row_bytes), self._tokens - self._row)
+        size = self._rows * self._row_bytes
         if len(self._buffer) < size:
             self._buffer = np.empty(size, np.uint8)
         return self._buffer.data[:size]
 
     def done(self, index: int) -> None:
-        slot = self._slots[index // 2]
-        side = slot.values if index % 2 else slot.keys
-        bits = np.dtype(self._bits(index))
-        raw = self._buffer[: self._rows * side.width * bits.itemsize].view(bits)
-        rows = _as_type(raw, self._wire_type(index), slot.dtype).reshape(self._rows, side.heads, side.head_dim)
-        self._target[:, self._row : self._row + self._rows] = rows.transpose(1, 0, 2)
-        self._row += self._rows
+        slot, side, rows = self._slots[index // 2], self._sides[index], self._rows
+        raw = self._buffer[: rows * self._row_bytes].view(self._bits)
+        values = _as_type(raw, self._wires[index], slot.dtype).reshape(rows, side.heads, side.head_dim)
+        self._target[:, self._row : self._row + rows] = values.transpose(1, 0, 2)
+        self._row += rows
         self.received += raw.nbytes
         if self._row == self._tokens:
             self._blanks[index // 2].filled(index % 2)
@@ -106,11 +102,18 @@ class _Receiver:
             raise RejectedPrefixError(msg)
         return [blank.finish() for blank in self._blanks]
 
-    def _wire_type(self, index: int) -> str:
-        return self._formats[index % 2][index // 2] if self._native else "fp32"
-
-    def _bits(self, index: int) -> Any:
-        return BITS[self._wire_type(index)]
+    def _begin(self, index: int, nbytes: int) -> None:
+        """The next bytes are those of another side."""
+        if index >= len(self._sides):
+            msg = f"the prefix has more than the model's {len(self._slots)} layers"
+            raise RejectedPrefixError(msg)
+        bits: Any = np.dtype(BITS[self._wires[index]])
+        row_bytes = self._sides[index].width * bits.itemsize
+        if nbytes != self._tokens * row_bytes:
+            msg = f"layer {index // 2} came with {nbytes} bytes instead of {self._tokens} rows of {row_bytes}"
+            raise RejectedPrefixError(msg)
+        self._bits, self._row_bytes = bits, row_bytes
+        self._index, self._row, self._target = index, 0, self._blanks[index // 2].side(index % 2)
 
 
 def _as_type(raw: np.ndarray[Any, Any], have: str, want: str) -> np.ndarray[Any, Any]:
