@@ -27,11 +27,10 @@ NOTSENT_BYTES: Final = 16 * 1024
 NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
 """The same while a bulk reply is sent: one slice more in the kernel keeps the sender from waking for every 16 KiB."""
 
-
-UNIX_SEND_BYTES: Final = 4 * MIB
-"""Room asked for in a Unix socket, which doesn't grow by itself as TCP's does, to this size. With the usual 208 KiB a
-reader that does something with what it got finds nothing more, and the two take turns instead of working side by side.
-The system may give less: Linux at most net.core.wmem_max."""
+UNIX_SEND_BYTES: Final = 2 * MIB
+"""Room asked for in a Unix socket, which doesn't grow by itself as TCP's does. With the usual 208 KiB a reader that does
+something with what it got finds nothing more, and the two take turns instead of working side by side. Linux counts
+twice as much, and gives no more than net.core.wmem_max."""
 
 KEEPALIVE_S: Final = 300
 """As in Redis: a peer that vanished without a word is noticed after ten minutes, even if it has nothing to say."""

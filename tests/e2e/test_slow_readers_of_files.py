@@ -16,13 +16,14 @@ SLICE_BYTES = 1024
 """What a reader takes between two changes."""
 
 TOKENS = 256
-DIM = 512
+DIM = 6 * 1024
+"""So that a reply is 6 MiB, which no socket holds."""
 WIDTH = 4 * DIM
 """Bytes of a row of `a`, which says what it is; a row of `b` is one value in fp16, read as fp32."""
 
 
 class Reader:
-    """Asks once and takes the reply in small pieces; over a Unix socket, whose buffer is smaller than the reply."""
+    """Asks once and takes the reply in small pieces; over a Unix socket, which holds less than the reply."""
 
     def __init__(self, path, *request):
         self.socket = socket.socket(socket.AF_UNIX)
