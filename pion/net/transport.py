@@ -28,8 +28,8 @@ NOTSENT_BULK_BYTES: Final = PAYLOAD_SLICE_BYTES
 """The same while a bulk reply is sent: one slice more in the kernel keeps the sender from waking for every 16 KiB."""
 
 UNIX_SEND_BYTES: Final = 2 * MIB
-"""Room asked for in a Unix socket, which doesn't grow by itself as TCP's does. With the usual 208 KiB a reader that does
-something with what it got finds nothing more, and the two take turns instead of working side by side. Linux counts
+"""Room asked for in a Unix socket, which doesn't grow by itself as TCP's does. With the usual 208 KiB a reader that
+does something with what it got finds nothing more, and the two take turns instead of working side by side. Linux counts
 twice as much, and gives no more than net.core.wmem_max."""
 
 KEEPALIVE_S: Final = 300
