@@ -336,13 +336,13 @@ class Run:
     def _look(self, client: Client, life: Life) -> None:
         if life.tight:
             return  # evictions are under way
-        state = client.state, client.unanswered, client.made
+        state = client.state, client.doubtful, client.unanswered, client.made
         try:
             client.verify(life.port, tight=self._tight)
         except CONNECTION_ERRORS as error:
             if not life.stop.wait(1.0):
                 raise ViolationError(f"the connection broke while the server should be alive: {error!r}") from error
-        client.state, client.unanswered, client.made = state
+        client.state, client.doubtful, client.unanswered, client.made = state
 
     def _kill_while_starting(self, cycle: Cycle, rng: random.Random) -> None:
         """SIGKILL at any moment of the start, or while the directory is read and the first segment made."""

@@ -59,6 +59,10 @@ class Client:
     board: Board
     state: State = attrs.field(factory=dict)
     """What was acknowledged."""
+    doubtful: State = attrs.field(factory=dict)
+    """Units that the server said are gone, since this client's last change that it acknowledged. What it says of them
+    waits for no log: an eviction whose record was not written yet is forgotten when the server dies.
+    """
     unanswered: list[tuple[Step, Window]] = attrs.field(factory=list)
     """What had been sent when the last server died, in order, with the times of sending and of death."""
     acknowledged: int = 0
@@ -78,8 +82,11 @@ class Client:
 
     @property
     def candidates(self) -> list[State]:
-        """The states in which the dead server can have left the disk: with none, some or all unanswered steps done."""
-        found = [self.state]
+        """The states in which the dead server can have left the disk: with none, some or all unanswered steps done.
+
+        What is doubtful is in them as what may have been evicted.
+        """
+        found: list[State] = [{**self.doubtful, **self.state}]
         for step, window in self.unanswered:
             for effect in step.effects:
                 found.append(effect(found[-1], window))
@@ -89,7 +96,7 @@ class Client:
         """Find out what is there after a restart and go on from it; the sessions evicted. Raises ViolationError."""
         with Wire(port) as wire:
             outcome = find_state(wire, self.prefix, self.candidates, tight=tight)
-        self.state, self.unanswered, self.made = outcome.state, [], 0
+        self.state, self.doubtful, self.unanswered, self.made = outcome.state, {}, [], 0
         self.rows += outcome.rows
         return outcome.evicted
 
@@ -125,7 +132,12 @@ class Client:
                 wire.close()
 
     def _answered(self, step: Step, reply: Any, window: Window, life: Life) -> None:
-        self.state = judge(step, reply, self.state, window, tight=life.tight)
+        before, self.state = self.state, judge(step, reply, self.state, window, tight=life.tight)
+        if refusal(reply) or isinstance(reply, Refused):
+            gone = {name: unit for name, unit in before.items() if name not in self.state}
+            self.doubtful = {**self.doubtful, **gone}
+        elif step.effects:
+            self.doubtful = {}  # the log is written in order
         self.acknowledged += 1
         if not refusal(reply):
             self.rows += step.rows

@@ -20,6 +20,9 @@ LOOK_S = 0.05
 
 MUCH_BYTES = 1 << 17
 
+HEADER_BYTES = 128
+"""Of a segment; this process imports nothing of Pion, to be there at once."""
+
 
 def main() -> None:
     """Wait for the moment, then kill. Whoever started it ends it if the moment doesn't come."""
@@ -51,13 +54,19 @@ def _segments(directory: Path) -> list[Path]:
     return [each for each in directory.iterdir() if each.name.startswith(LOG)]
 
 
+def _newest(directory: Path) -> Path:
+    """The segment that is being written: the next one is there already, with nothing but its header."""
+    segments = _segments(directory)
+    return max([each for each in segments if _size(each) > HEADER_BYTES] or segments)
+
+
 def _await_growth(directory: Path) -> None:
     """Until the newest segment is in the middle of growing by much: then more of the same write is likely to follow."""
     looked_s = 0.0
     path, rest, before = directory, 0, 0
     while True:
         if time.monotonic() - looked_s > LOOK_S:
-            path, looked_s = max(_segments(directory)), time.monotonic()
+            path, looked_s = _newest(directory), time.monotonic()
             rest = before = _size(path)
         size = _size(path)
         if size == before:

@@ -12,11 +12,11 @@ import pytest
 from pion.storage.records import SEGMENT_BYTES
 from pion.testing import ServerProcess
 from tests.crash import __main__ as crash
-from tests.crash import rows, steps
+from tests.crash import killer, rows, steps
 from tests.crash.cycles import DECK, BrokenError, Run
 from tests.crash.fleet import Board, Client, Life, inspect
 from tests.crash.model import SHAPES, Kind, Unit
-from tests.crash.wire import ViolationError, Wire
+from tests.crash.wire import Refused, ViolationError, Wire
 
 LOG = "pion.vstore.0.log."
 
@@ -122,6 +122,35 @@ def loaded(tmp_path):
     with ServerProcess("--kvcache", "--dir", str(tmp_path), "--max-sessions", "4096") as server:
         client.verify(server.port, tight=False)
         yield server, client
+
+
+def test_what_was_evicted_may_be_back_until_a_change_was_acknowledged():
+    """The reply that told of an eviction didn't wait for its record; a later change did wait for all before it."""
+    client = Client(0, Board())
+    life = Life(0, True, threading.Event())
+    parent = Unit(Kind.DECLARED, b"c0|d0.0", SHAPES[0], layers=1, tokens=1)
+    child = attrs.evolve(parent, name=b"c0|d1.0", parent=parent.name, offset=1)
+    client.state = {unit.name: unit for unit in (parent, child)}
+    gone = steps.pin(parent.name, pinned=True)
+    client._answered(gone, 0, (1.0, 2.0), life)
+    assert client.state == {}
+    assert client.candidates == [{parent.name: parent, child.name: child}]
+    client._answered(steps.pin(child.name, pinned=True), Refused("ERR no prefix 'c0|d1.0'"), (2.0, 3.0), life)
+    assert len(client.candidates[0]) == 2
+    client._answered(steps.create(Kind.LONE, b"c0|l0.0", 0, SHAPES[0]), "OK", (3.0, 4.0), life)
+    assert list(client.candidates[0]) == [b"c0|l0.0"]
+
+
+def test_the_segment_that_grows_is_not_the_one_that_is_ready(tmp_path):
+    first, second = (tmp_path / f"{LOG}000000000{number}" for number in (1, 2))
+    for path in (first, second):
+        path.write_bytes(bytes(SEGMENT_BYTES))
+    assert killer._newest(tmp_path) == second, "nothing was written yet"
+    first.write_bytes(bytes(SEGMENT_BYTES + 1))
+    assert killer._newest(tmp_path) == first
+    second.write_bytes(bytes(SEGMENT_BYTES + 1))
+    assert killer._newest(tmp_path) == second
+    assert killer.HEADER_BYTES == SEGMENT_BYTES
 
 
 def test_every_difference_is_found(loaded):
