@@ -140,7 +140,7 @@ def test_slow_readers_of_large_values_are_bounded_and_dropped(path, layers, requ
 
 
 def test_a_slow_reader_gets_one_whole_version(path) -> None:
-    """Fault class 46: it reads 1 KiB at a time while its key is overwritten, dropped and evicted six hundred times.
+    """Fault class 46: it reads 1 KiB at a time while its key is overwritten, dropped and evicted a thousand times.
 
     The smallest reply is 5 MiB, more than a socket holds.
     """
@@ -171,7 +171,7 @@ def test_a_slow_reader_gets_one_whole_version(path) -> None:
             else:
                 reader.send("KV.PREFIX.FETCH", "a", "AS", wire)
             assert reader.take(1)
-        for step in range(600):
+        for step in range(1000):
             if step % 3 == 0:
                 store("a_pk" if step % 2 else "a_pv")
             elif step % 3 == 1:
