@@ -29,8 +29,7 @@ GROUP_BYTES: Final = 64 << 20
 
 SPARE_TOKENS: Final = 64
 """Room left after the prefix, so that a usual question and the first tokens of the answer don't move all of it. More
-is copied at every restore, and saves little: moving the prefix of 1,024 tokens of the demo model takes 16 ms, evaluating
-one token 68."""
+is copied at every restore and saves little: moving 1,024 tokens of the demo model takes 16 ms, evaluating one 68."""
 
 
 class RejectedPrefixError(PionClientError):
