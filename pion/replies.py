@@ -8,7 +8,7 @@
 | `float` | bulk string | double |
 | `bytes`, `str` | bulk string | bulk string |
 | `Blob(parts)` | bulk string, the buffers sent as they are | same |
-| `Stream(nbytes, pieces)` | bulk string, made piece by piece while the socket drains, or just ahead of it | same |
+| `Stream(nbytes, pieces)` | bulk string, made piece by piece while the socket drains | same |
 | `None` | null bulk | null |
 | `list`, `tuple` | array | array |
 | `Map(pairs)` | flat array | map |
@@ -21,6 +21,7 @@ one of these.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
@@ -51,12 +52,35 @@ class Simple:
 
 
 class BrokenReplyError(Exception):
-    """What is left of a reply can't be made. Raised by a stream's piece."""
+    """What is left of a reply can't be made. Raised by a stream's piece, or by a check."""
 
     def __init__(self, reason: str, tell: Callable[[], object]) -> None:
         super().__init__(reason)
         self.tell: Final = tell
         """Called on the event loop, once, before the connection ends."""
+
+
+class Check(ABC):
+    """Stands among the parts of a Blob, in front of bytes that nobody has looked at: they are sent once it has passed.
+
+    It is worked off while what comes before is being sent, and takes no memory of its own. `step` and `finish` raise
+    BrokenReplyError if the bytes must not be sent.
+    """
+
+    __slots__ = ()
+    nbytes: Final = 0
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the next step waits for nothing."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Some 0.1 ms of it, on the event loop; whether that was all."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All that is left. Blocks; in a thread."""
 
 
 @attrs.frozen
@@ -71,11 +95,10 @@ class ErrorReply:
 class Blob:
     """A bulk string made of buffers that are sent without being joined or copied.
 
-    `owners` keeps the stored blocks (and with them their charge against the memory budget) until the reply is sent. A
-    `Stream` of no bytes among the parts is something to be done before what stands behind it is sent.
+    `owners` keeps the stored blocks (and with them their charge against the memory budget) until the reply is sent.
     """
 
-    parts: Sequence[Buffer | Stream]
+    parts: Sequence[Buffer | Check]
     nbytes: int
     owners: object = None
 
@@ -86,14 +109,13 @@ class Stream:
 
     `pieces` yields functions without arguments; each returns the next buffer (at most about 1 MiB) and may be run in a
     thread. Together they must make exactly `nbytes` bytes. `in_thread` says whether a piece is big enough to be worth a
-    thread hop (about 75 us). With `ahead` they are made while what comes before them is being sent: they take no memory
-    of their own. A piece that raises BrokenReplyError ends the connection: nothing else is left once a reply has begun.
+    thread hop (about 75 us). A piece that raises BrokenReplyError ends the connection: nothing else is left once a
+    reply has begun.
     """
 
     nbytes: int
     pieces: Iterable[Callable[[], Buffer]]
     in_thread: bool = True
-    ahead: bool = False
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from pion.commands import vstore_common
 from pion.config import KIB, MIB, Config
 from pion.server import Started
 from pion.storage import tier_rows, verifying
-from pion.storage.disk import _RealMapping
+from pion.storage.file_mapping import FileMapping
 from pion.storage.placed import TierMemory
 from pion.storage.region import MappedMemory
-from pion.storage.tiers.disk import _RemovableMapping
 from pion.testing import running_server
 from tests.tiering_support import Client, until, values
 
@@ -42,6 +41,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_rows, "TIER_RUN_BYTES", PIECE)
     monkeypatch.setattr(verifying, "VERIFY_PIECE_BYTES", PIECE)
     monkeypatch.setattr(vstore_common, "VERIFY_BEFORE_BYTES", 2 * PIECE)
+
+
+def not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the files hold must be read from the disk, as far as the server knows."""
+    monkeypatch.setattr(FileMapping, "is_resident", lambda *args: False)
 
 
 @contextlib.asynccontextmanager
@@ -151,6 +155,7 @@ def harm(path: Path, started: Started, memory: MappedMemory) -> None:
     raise AssertionError("no file has these rows")
 
 
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
 @pytest.mark.parametrize("where", ["first", "second", "middle", "last"])
 @pytest.mark.parametrize(
@@ -167,8 +172,10 @@ def harm(path: Path, started: Started, memory: MappedMemory) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value[0].lower() + str(len(value)),
 )
-async def test_damage_is_never_sent(tmp_path, source, command, where, wire) -> None:
+async def test_damage_is_never_sent(tmp_path, monkeypatch, source, command, where, wire, cached) -> None:
     command = (*command[:-1], wire)
+    if not cached:
+        not_cached(monkeypatch)
     async with unread(tmp_path, source) as (started, client), Client.of(started) as two:
         found = memories(started, command)
         number = {"first": 0, "second": 1, "middle": len(found) // 2, "last": len(found) - 1}[where]
@@ -203,19 +210,37 @@ async def test_little_is_verified_before_the_reply_begins(tmp_path, monkeypatch)
 
 async def test_checks_grow_and_stand_in_front_of_what_they_compare(tmp_path, monkeypatch) -> None:
     """A piece before the reply, then twice as much each time, up to four pieces."""
-    checked: list[list[MappedMemory]] = []
-    check = verifying.Doubts.check
+    checked: dict[verifying.RowCheck, list[MappedMemory]] = {}
+    ready = verifying.RowCheck.ready
 
-    def noted(self: verifying.Doubts, found: Sequence[MappedMemory]) -> None:
-        checked.append([*found])
-        check(self, found)
+    def noted(self: verifying.RowCheck) -> bool:
+        checked[self] = self.memories
+        return ready(self)
 
-    monkeypatch.setattr(verifying.Doubts, "check", noted)
+    monkeypatch.setattr(verifying.RowCheck, "ready", noted)
     async with unread(tmp_path, "tier") as (started, client):
         found = memories(started, WHOLE)
         assert await client.call(*WHOLE) == expected(WHOLE)
-    assert [len(each) for each in checked] == [2, 4, 4, 4, 4, 4, 1]
-    assert [memory for each in checked for memory in each] == found[1:]
+    assert [len(each) for each in checked.values()] == [2, 4, 4, 4, 4, 4, 1]
+    assert [memory for each in checked.values() for memory in each] == found[1:]
+
+
+@pytest.mark.parametrize("source", ["tier", "log"])
+async def test_what_is_in_the_cache_is_compared_in_steps_and_needs_no_thread(tmp_path, monkeypatch, source) -> None:
+    def in_thread(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a thread is started")
+
+    async with unread(tmp_path, source) as (started, client):
+        found = memories(started, WHOLE)
+        files = started.services.vstore.tier_files
+        for file in files.known.values():
+            await files.opener(file)
+        with monkeypatch.context() as patched:
+            patched.setattr(verifying, "COMPARE_STEP_BYTES", PIECE // 3)
+            patched.setattr(FileMapping, "is_resident", lambda *args: True)  # they were written a moment ago
+            patched.setattr(trio.to_thread, "run_sync", in_thread)
+            assert await client.call(*WHOLE) == expected(WHOLE)
+        assert all(memory.verified for memory in found)
 
 
 async def test_inside_exec_all_is_verified_before(tmp_path) -> None:
@@ -235,11 +260,11 @@ async def test_later_replies_verify_nothing(tmp_path, monkeypatch, source) -> No
         assert await client.call(*WHOLE) == expected(WHOLE)
         assert all(memory.verified for memory in found)
 
-        def read_into(self: object, start: int, buffer: memoryview) -> None:
+        def read_into(self: object, *args: object) -> None:
             raise AssertionError("nothing is read again")
 
-        for kind in (_RealMapping, _RemovableMapping):
-            monkeypatch.setattr(kind, "read_into", read_into)
+        monkeypatch.setattr(FileMapping, "read_into", read_into)
+        monkeypatch.setattr(FileMapping, "is_resident", read_into)
         assert await client.call(*WHOLE) == expected(WHOLE)
 
 
@@ -251,17 +276,17 @@ class Slow:
         self.reached = threading.Event()
         self.go_on = threading.Event()
         self.error: OSError | None = None
-        self._read = {kind: kind.read_into for kind in (_RealMapping, _RemovableMapping)}
-        for kind in self._read:
-            monkeypatch.setattr(kind, "read_into", lambda *args: self._read_into(*args))
+        self._read = FileMapping.read_into
+        monkeypatch.setattr(FileMapping, "read_into", lambda *args: self._read_into(*args))
+        not_cached(monkeypatch)
 
-    def _read_into(self, mapping: Any, start: int, buffer: memoryview) -> None:
+    def _read_into(self, mapping: FileMapping, start: int, buffer: memoryview) -> None:
         if start == self.start:
             self.reached.set()
             assert self.go_on.wait(30)
             if self.error is not None:
                 raise self.error
-        self._read[type(mapping)](mapping, start, buffer)
+        self._read(mapping, start, buffer)
 
 
 @contextlib.contextmanager

@@ -24,12 +24,15 @@ from pion.storage.reading import Span
 from pion.storage.region import MappedMemory
 from pion.storage.tiers.base import TierMissError, TierUnavailableError
 from pion.storage.unit import SUFFIXES, Unit
-from pion.storage.verifying import Doubts
+from pion.storage.verifying import Comparing, Doubts
 
 logger = logging.getLogger("pion.storage")
 
 VERIFY_THREADS: Final = 2
 """Threads that compare rows with their checksums for one reply; half of those that convert, so others get on, too."""
+
+VERIFY_HERE_BYTES: Final = 4 * MIB
+"""Up to here, what is in the system's cache is verified on the event loop, in steps: starting a thread takes longer."""
 
 VERIFY_TOGETHER_BYTES: Final = 4 * MIB
 """Less than this is not worth a second thread: it is a millisecond."""
@@ -187,10 +190,17 @@ async def _opened(context: Context, files: Mapping[TierFile, Unit]) -> set[Unit]
 
 async def _verify(context: Context, memories: Sequence[MappedMemory]) -> list[MappedMemory]:
     """Those that are not what was stored. Many bytes are read by several threads, as a client waits for them."""
+    comparing = Comparing(memories)
+    if sum(memory.nbytes for memory in memories) <= VERIFY_HERE_BYTES:
+        while comparing.ready():
+            if comparing.step():
+                return comparing.damaged
+            await trio.lowlevel.checkpoint()
+    damaged, memories = comparing.damaged, comparing.left
     threads = min(VERIFY_THREADS, 1 + sum(memory.nbytes for memory in memories) // VERIFY_TOGETHER_BYTES)
     if threads == 1:
-        return await context.in_thread(_damaged, memories)
-    found: list[list[MappedMemory]] = []
+        return damaged + await context.in_thread(_damaged, memories)
+    found: list[list[MappedMemory]] = [damaged]
 
     async def some(first: int) -> None:
         found.append(await context.in_thread(_damaged, memories[first::threads]))

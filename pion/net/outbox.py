@@ -14,8 +14,7 @@ from typing import Final, Protocol
 from pion.errors import CommandError, ConnectionLostError, PionError
 from pion.net.sending import Promise, Sender, settle
 from pion.net.transport import Transport
-from pion.protocol.encode import Part
-from pion.replies import Stream
+from pion.protocol.encode import BUFFERS, Part
 
 logger = logging.getLogger("pion.net")
 
@@ -85,9 +84,9 @@ class Outbox:
         parts, nbytes = self.parts, self.nbytes
         if not parts:
             return
-        # A batch of small replies holds no stream unless its size was counted.
-        if nbytes <= FLUSH_BYTES and not (nbytes and any(type(part) is Stream for part in parts)):
-            data = b"".join(parts)  # type: ignore[arg-type]  # no Stream among them
+        # A batch of small replies holds buffers only unless its size was counted.
+        if nbytes <= FLUSH_BYTES and not (nbytes and any(type(part) not in BUFFERS for part in parts)):
+            data = b"".join(parts)  # type: ignore[arg-type]  # buffers only
             sent = self._transport.send_nowait(data)
             if sent == len(data):
                 self.sender.progress += 1

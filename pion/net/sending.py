@@ -13,12 +13,12 @@ from pion.limits import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.net.budget import Pieces
 from pion.net.transport import Transport
 from pion.protocol.encode import JOINED_BYTES, Part
-from pion.replies import BrokenReplyError, Buffer, Stream
+from pion.replies import BrokenReplyError, Buffer, Check, Stream
 
-STREAMS_AHEAD: Final = 1
-"""Streams that are made and wait for what stands in front of them; one more is being made."""
+CHECKS_AHEAD: Final = 1
+"""Checks that have passed and wait for what stands in front of them; one more is being worked off."""
 
-_Made: TypeAlias = list[Buffer] | Exception
+_Passed: TypeAlias = Exception | None
 
 Promise: TypeAlias = tuple[int, int, list[Awaitable[None]]]
 """Parts of replies, from the first to one past the last, that may be sent once all of these were awaited."""
@@ -76,15 +76,15 @@ class Sender:
         """Send a bulk reply of `nbytes` bytes. Cancellation: a part may be sent, the connection must close.
 
         Raises `StreamLengthError`, ConnectionLostError for a reply that is broken, and whatever else a stream's piece
-        raises.
+        or a check raises.
         """
         self._transport.sending_bulk(True)
         self.nbytes = self.unsent = nbytes
         self.started_s = trio.current_time()
-        ahead = [part for part in parts if isinstance(part, Stream) and part.ahead]
+        checks = [part for part in parts if isinstance(part, Check)]
         try:
-            if ahead:
-                await self._send_with(ahead, parts)
+            if checks:
+                await self._send_with(checks, parts)
             else:
                 await self._send_all(parts)
         except BrokenReplyError as broken:
@@ -93,56 +93,59 @@ class Sender:
         self.nbytes = self.unsent = 0
         self._transport.sending_bulk(False)
 
-    async def _send_all(self, parts: Sequence[Part], made: trio.MemoryReceiveChannel[_Made] | None = None) -> None:
-        """Send all parts; the pieces of streams that are made ahead come from `made`."""
+    async def _send_all(self, parts: Sequence[Part], passed: trio.MemoryReceiveChannel[_Passed] | None = None) -> None:
+        """Send all parts; which checks have passed comes from `passed`."""
         waiting: list[Buffer] = []
         for part in parts:
-            if not isinstance(part, Stream):
-                waiting.append(part)
-            elif part.ahead and made is not None:
+            if isinstance(part, Check):
+                assert passed is not None  # noqa: S101  see `send_parts`
                 try:
-                    found = made.receive_nowait()
+                    error = passed.receive_nowait()
                 except trio.WouldBlock:
                     await self._send_buffers(waiting)
                     waiting = []
-                    found = await made.receive()
-                if isinstance(found, Exception):
-                    raise found
-                waiting += found
-            else:
+                    error = await passed.receive()
+                if error is not None:
+                    raise error
+            elif isinstance(part, Stream):
                 await self._send_stream(part, waiting)
                 waiting = []
+            else:
+                waiting.append(part)
         await self._send_buffers(waiting)
 
-    async def _send_with(self, ahead: Sequence[Stream], parts: Sequence[Part]) -> None:
-        """Send all parts, while streams that stand further back are made."""
-        outgoing, made = trio.open_memory_channel[_Made](STREAMS_AHEAD)
+    async def _send_with(self, checks: Sequence[Check], parts: Sequence[Part]) -> None:
+        """Send all parts, while checks that stand further back are worked off."""
+        outgoing, passed = trio.open_memory_channel[_Passed](CHECKS_AHEAD)
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._make, ahead, outgoing)
+            nursery.start_soon(self._work_off, checks, outgoing)
             try:
-                await self._send_all(parts, made)
+                await self._send_all(parts, passed)
             except Exception as error:  # outside of the nursery it would come in a group
                 failure = error
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
-    async def _make(self, streams: Sequence[Stream], made: trio.MemorySendChannel[_Made]) -> None:
-        for stream in streams:
-            pieces: list[Buffer] = []
+    async def _work_off(self, checks: Sequence[Check], passed: trio.MemorySendChannel[_Passed]) -> None:
+        """In their order: here what waits for nothing, as a thread takes longer to start, and the rest in a thread."""
+        for check in checks:
             try:
-                for make in stream.pieces:
-                    pieces.append(await trio.to_thread.run_sync(make, limiter=self._threads))
-                nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-                if nbytes != stream.nbytes:
-                    raise StreamLengthError(f"a stream of {stream.nbytes} bytes made {nbytes}")
+                over = False
+                while not over:
+                    if check.ready():
+                        over = check.step()
+                        await trio.lowlevel.checkpoint()
+                    else:
+                        await trio.to_thread.run_sync(check.finish, limiter=self._threads)
+                        over = True
             except Exception as error:  # for whoever sends: it is theirs once they come there
-                await made.send(error)
+                await passed.send(error)
                 return
-            await made.send(pieces)
+            await passed.send(None)
 
-    async def _send_stream(self, stream: Stream, before: list[Buffer]) -> None:
+    async def _send_stream(self, stream: Stream, before: Sequence[Buffer]) -> None:
         """Send `before`, then the pieces, each made only when the one before has been taken."""
         left = stream.nbytes
         for make in stream.pieces:
@@ -153,7 +156,7 @@ class Sender:
                 break
             with self._holding(nbytes):
                 await self._send_buffers([*before, piece])
-            before = []
+            before = ()
         if left:
             raise StreamLengthError(f"a stream of {stream.nbytes} bytes made {stream.nbytes - left}")
         await self._send_buffers(before)
@@ -252,4 +255,4 @@ async def settle(
 
 def size_of(out: list[Part], first: int) -> int:
     """Bytes of the parts from number `first` on."""
-    return sum(part.nbytes if isinstance(part, (memoryview, Stream)) else len(part) for part in out[first:])
+    return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in out[first:])

@@ -88,6 +88,6 @@ def error_frame(code: int, request_id: int, error: ErrorReply | PionError) -> by
 
 def error_instead(encoded: Part, error: PionError) -> bytes:
     """An error in place of an answer that was encoded already: `encoded` is its first part."""
-    assert not isinstance(encoded, Stream)  # noqa: S101  an answer begins with its header
+    assert isinstance(encoded, bytes)  # noqa: S101  an answer begins with its header
     _, _, code, request_id, *_ = HEADER.unpack_from(encoded)
     return error_frame(code, request_id, error)

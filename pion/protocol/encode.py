@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from pion.replies import NO_REPLY, Blob, Buffer, ErrorReply, Map, Simple, Static, Stream
+from pion.replies import NO_REPLY, Blob, Buffer, Check, ErrorReply, Map, Simple, Static, Stream
 
-Part: TypeAlias = Buffer | Stream
+Part: TypeAlias = Buffer | Stream | Check
+BUFFERS: Final = frozenset({bytes, memoryview})
+"""The types of parts that are sent as they are. What the others stand for only a `Sender` knows."""
 
 JOINED_BYTES: Final = 4096
 """A bulk string up to here is cheaper to copy into one buffer with its header than to send as three."""
@@ -20,8 +22,9 @@ _CRLF: Final = b"\r\n"
 def encode(reply: object, resp: int, out: list[Part]) -> None:
     """Append one reply's buffers to `out`. `resp` is 2 or 3.
 
-    A `Stream` is appended as itself between its header and its CRLF: the driver makes and sends its pieces. Raises
-    `TypeError` for a value that is no reply; `out` may then hold a part of it and must be thrown away.
+    A `Stream` is appended as itself between its header and its CRLF, as are parts of a Blob that are no buffers: the
+    driver makes, sends or works off what they stand for. Raises `TypeError` for a value that is no reply; `out` may
+    then hold a part of it and must be thrown away.
     """
     encoder = _ENCODERS.get(type(reply))
     if encoder is None:

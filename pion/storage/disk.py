@@ -14,7 +14,6 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import Final, Protocol
 
 from pion.limits import SENDMSG_MAX_BUFFERS
 from pion.replies import Buffer
+from pion.storage.file_mapping import FileMapping
 
 logger = logging.getLogger("pion.wal")
 
@@ -232,22 +232,11 @@ class _RealFile:
             os.close(descriptor)
 
 
-class _RealMapping:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        size = os.fstat(descriptor).st_size
-        self.view = memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """See `Mapping`."""
-        while buffer:
-            received = os.preadv(self._descriptor, [buffer], start)
-            if not received:
-                raise OSError(f"the file ends at byte {start}")
-            start, buffer = start + received, buffer[received:]
+class _RealMapping(FileMapping):
+    __slots__ = ()
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 def full_sync(descriptor: int, platform: str = sys.platform) -> None:

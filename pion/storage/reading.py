@@ -10,7 +10,7 @@ import attrs
 
 from pion.errors import CommandError
 from pion.limits import CONVERT_IN_THREAD_BYTES, CONVERT_PIECE_BYTES
-from pion.replies import Blob, Buffer, Stream
+from pion.replies import Blob, Buffer, Check, Stream
 from pion.storage.block import Block, MissingRowError
 from pion.storage.formats import Format, Wire, from_native, wire_row_bytes
 from pion.storage.region import MappedMemory
@@ -135,9 +135,9 @@ class Answer:
             self._group = _Group()
         return self._group.add(total, partial(_convert, spans, wire, fmt, dim, doubts))
 
-    def _checked(self, spans: Sequence[Span]) -> list[Buffer | Stream]:
+    def _checked(self, spans: Sequence[Span]) -> list[Buffer | Check]:
         """The rows as they are stored, with checks in front of those that nobody has verified."""
-        parts: list[Buffer | Stream] = []
+        parts: list[Buffer | Check] = []
         for span in spans:
             memory = span.block.memory
             if isinstance(memory, MappedMemory) and not memory.verified:

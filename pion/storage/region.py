@@ -1,8 +1,8 @@
 """Bytes that lie in a file and have not been read: where they are, and what their checksum must be.
 
-Reading a page of a mapped file may wait for the disk and may find it broken, so the first use of a region is in a
-thread and goes through `verify`, which reads the file with calls that report errors. From then on the pages are in
-the system's cache and are used through the mapping.
+Reading a page of a mapped file may wait for the disk and may find it broken, so before its first use a region is
+verified. What the system has in its cache is compared through the mapping; the rest is read with calls that report
+errors, in a thread. From then on the pages are in the cache and are used through the mapping.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import xxhash
 
 from pion.config import KIB
 from pion.storage.disk import Mapping
+from pion.storage.file_mapping import FileMapping
 from pion.storage.ledger import Ledger, Memory
 
 PIECE_BYTES: Final = 256 * KIB
@@ -41,8 +42,14 @@ class Region:
         self.content: bytes | None = None
         """The bytes, if they were read already."""
 
+    def is_resident(self) -> bool:
+        """Whether all of it can be looked at without waiting; see `FileMapping`."""
+        return isinstance(self.mapping, FileMapping) and self.mapping.is_resident(self.start, self.nbytes)
+
     def verify(self) -> bool:
         """Whether the bytes on disk are those that were written; False also if they can't be read. Blocks."""
+        if self.is_resident():
+            return xxhash.xxh3_64_intdigest(self.view(), self.seed) == self.checksum
         scratch = _scratch()
         digest = xxhash.xxh3_64(seed=self.seed)
         position, left = self.start, self.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+import threading
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from trio.testing import wait_all_tasks_blocked
 from pion.errors import ConnectionLostError
 from pion.limits import PAYLOAD_SLICE_BYTES, SENDMSG_MAX_BUFFERS
 from pion.net.memory import memory_pair
-from pion.net.sending import STREAMS_AHEAD, Sender, StreamLengthError
-from pion.replies import BrokenReplyError, Stream
+from pion.net.sending import CHECKS_AHEAD, Sender
+from pion.replies import BrokenReplyError, Check, Stream
 from tests.net.support import Rig, request
 
 MIB = 1 << 20
@@ -117,55 +117,104 @@ async def test_an_empty_stream_is_an_empty_bulk():
         await client.expect(b"$0\r\n\r\n+PONG\r\n")
 
 
-class Ahead:
-    """Streams that count how many of them were made; one may fail."""
+class Work(Check):
+    """Takes some steps, from one of which on it would have to wait; notes when it is over, or fails."""
 
-    def __init__(self, sizes: list[int], fails: int = -1) -> None:
-        self.made = 0
+    def __init__(self, checks: Checks, steps: int = 1, waits_at: int = -1) -> None:
+        self.checks = checks
+        self.steps = steps
+        self.waits_at = waits_at
+        self.done = 0
+        self.threads: set[int] = set()
+
+    def ready(self) -> bool:
+        return self.done != self.waits_at
+
+    def step(self) -> bool:
+        assert self.ready()
+        self.threads.add(threading.get_ident())
+        self.done += 1
+        if self.done == self.steps:
+            self.checks.pass_(self)
+        return self.done == self.steps
+
+    def finish(self) -> None:
+        self.threads.add(-threading.get_ident())
+        self.done = self.steps
+        self.checks.pass_(self)
+
+
+class Checks:
+    """Counts how many of its checks have passed; one may fail."""
+
+    def __init__(self, count: int, fails: int = -1) -> None:
+        self.passed = 0
         self.told = 0
-        self.streams = [
-            Stream(size, (partial(self._make, index, size),), ahead=True) for index, size in enumerate(sizes)
-        ]
         self.fails = fails
+        self.all = [Work(self) for _ in range(count)]
 
-    def _make(self, index: int, size: int) -> bytes:
-        if index == self.fails:
+    def pass_(self, check: Work) -> None:
+        if self.all.index(check) == self.fails:
             raise BrokenReplyError("damaged", self._tell)
-        self.made += 1
-        return bytes([index]) * size
+        assert check is self.all[self.passed]
+        self.passed += 1
 
     def _tell(self) -> None:
         self.told += 1
 
 
+class Watching(Recorder):
+    """Notes with each call how many checks had passed by then."""
+
+    def __init__(self, sizes: list[int | None], checks: Checks) -> None:
+        super().__init__(sizes)
+        self.checks = checks
+        self.passed: list[tuple[int, int]] = []
+        """Bytes that were sent, and checks that had passed before."""
+
+    def sendmsg_nowait(self, buffers):
+        passed = self.checks.passed
+        sent = super().sendmsg_nowait(buffers)
+        self.passed.append((len(self.data), passed))
+        return sent
+
+
 @pytest.mark.parametrize("seed", range(20))
-async def test_streams_that_are_made_ahead_come_in_their_places(seed):
-    """Whatever the system takes at a time; between buffers and streams that are made when they are due."""
+async def test_nothing_is_sent_before_the_checks_in_front_of_it_have_passed(seed):
+    """Whatever the system takes at a time; between buffers and streams, with checks that wait and some that don't."""
     rng = np.random.default_rng(seed)
-    ahead = Ahead([int(size) for size in rng.choice([0, 0, 1, 5000, 70_000], 12)])
-    parts, right = [], bytearray()
-    for index, stream in enumerate(ahead.streams):
+    checks = Checks(12)
+    parts, right, behind = [], bytearray(), []
+    for check in checks.all:
+        check.steps = int(rng.integers(1, 4))
+        check.waits_at = int(rng.integers(-1, check.steps))
         for _ in range(rng.integers(0, 3)):
             parts.append(bytes(rng.integers(0, 256, int(rng.choice([2, 6000])), np.uint8)))
             right += parts[-1]
-        parts.append(stream)
-        right += bytes([index]) * stream.nbytes
+        parts.append(check)
+        behind.append(len(right))
         if rng.integers(0, 3) == 0:
             parts.append(Stream(9000, [lambda: b"x" * 4000, lambda: b"y" * 5000], in_thread=bool(rng.integers(0, 2))))
             right += b"x" * 4000 + b"y" * 5000
-    transport = Recorder([None if size < 300 else int(size) for size in rng.integers(0, 20_000, 40)])
+    transport = Watching([None if size < 300 else int(size) for size in rng.integers(0, 20_000, 40)], checks)
     sender = Sender(transport)
     await sender.send_parts(parts, len(right))
     assert transport.data == right
-    assert ahead.made == 12
+    assert all(passed >= sum(place < sent for place in behind) for sent, passed in transport.passed)
+    assert checks.passed == 12
     assert sender.unsent == 0
     assert transport.bulk == [True, False]
+    for check in checks.all:
+        here, elsewhere = {each for each in check.threads if each > 0}, {-each for each in check.threads if each < 0}
+        assert here == ({threading.get_ident()} if check.waits_at else set())
+        assert bool(elsewhere) == (check.waits_at >= 0)
+        assert not here & elsewhere
 
 
-async def test_only_few_streams_are_made_ahead():
+async def test_only_few_checks_are_worked_off_ahead():
     """A reader that takes nothing must not make the server read a whole prefix."""
-    ahead = Ahead([0] * 20)
-    parts = [part for stream in ahead.streams for part in (bytes(5000), stream)]
+    checks = Checks(20)
+    parts = [part for check in checks.all for part in (bytes(5000), check)]
     transport = Recorder([])
     stuck = trio.Event()
 
@@ -177,23 +226,40 @@ async def test_only_few_streams_are_made_ahead():
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Sender(transport).send_parts, parts, 100_000)
         with trio.fail_after(10):
-            while ahead.made < STREAMS_AHEAD + 1:  # noqa: ASYNC110  what is waited for sets no event
+            while checks.passed < CHECKS_AHEAD + 1:  # noqa: ASYNC110  what is waited for sets no event
                 await trio.sleep(0.001)
-        await trio.sleep(0.05)
-        assert ahead.made == STREAMS_AHEAD + 1
+        await wait_all_tasks_blocked()
+        assert checks.passed == CHECKS_AHEAD + 1
         stuck.set()
     assert transport.data == bytes(100_000)
-    assert ahead.made == 20
+    assert checks.passed == 20
+
+
+async def test_others_run_between_the_steps_of_a_check():
+    checks = Checks(1)
+    checks.all[0].steps = 50
+    seen: list[int] = []
+
+    async def look() -> None:
+        while checks.all[0].done < 50:
+            seen.append(checks.all[0].done)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        await Sender(Recorder([])).send_parts([bytes(5000), checks.all[0], bytes(5000)], 10_000)
+    assert len(set(seen)) > 20
 
 
 @pytest.mark.parametrize("where", [0, 1, 7, 11])
 async def test_a_broken_reply_ends_the_connection_before_what_is_broken(where):
-    ahead = Ahead([0] * 12, fails=where)
-    parts = [part for index, stream in enumerate(ahead.streams) for part in (bytes([index]) * 5000, stream)]
+    checks = Checks(12, fails=where)
+    checks.all[where].waits_at = 0 if where == 7 else -1
+    parts = [part for index, check in enumerate(checks.all) for part in (bytes([index]) * 5000, check)]
     transport = Recorder([])
     with pytest.raises(ConnectionLostError, match="damaged"):
         await Sender(transport).send_parts(parts, 60_000)
-    assert ahead.told == 1
+    assert checks.told == 1
     right = b"".join(bytes([index]) * 5000 for index in range(where + 1))
     assert right.startswith(transport.data)
 
@@ -208,12 +274,6 @@ async def test_a_broken_stream_that_is_made_when_it_is_due_ends_the_connection()
         with pytest.raises(ConnectionLostError, match="damaged"):
             await Sender(Recorder([])).send_parts([Stream(5, [make], in_thread=thread)], 5)
     assert told == ["once", "once"]
-
-
-async def test_a_stream_made_ahead_of_another_length_is_an_error():
-    stream = Stream(5, [lambda: b"1234"], ahead=True)
-    with pytest.raises(StreamLengthError, match="a stream of 5 bytes made 4"):
-        await Sender(Recorder([])).send_parts([b"$5\r\n", stream], 9)
 
 
 async def test_a_slow_reader_gets_one_whole_version_while_its_key_is_overwritten_and_dropped():

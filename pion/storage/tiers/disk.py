@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Final, Protocol
 import attrs
 
 from pion.storage.disk import DirectoryLock, Disk, Mapping, RealDisk
+from pion.storage.file_mapping import FileMapping
 
 LOCK_NAME: Final = "pion-tier.lock"
 
@@ -84,7 +84,7 @@ class RealTierDisk(RealDisk):
                     continue  # it was removed meanwhile
 
 
-class _RemovableMapping:
+class _RemovableMapping(FileMapping):
     """A file for reading that may be removed meanwhile.
 
     Whoever lets go of a removed file last makes the file system free its space, which took 20 to 30 ms for 64 MiB on
@@ -92,24 +92,15 @@ class _RemovableMapping:
     closes it.
     """
 
+    __slots__ = ()
+
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
         try:
-            size = os.fstat(descriptor).st_size
-            mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
+            super().__init__(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        self.view = memoryview(b"" if mapped is None else mapped)
-        weakref.finalize(self if mapped is None else mapped, _close, descriptor).atexit = False
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """See `Mapping`."""
-        while buffer:
-            received = os.preadv(self._descriptor, [buffer], start)
-            if not received:
-                raise OSError(f"the file ends at byte {start}")
-            start, buffer = start + received, buffer[received:]
+        weakref.finalize(self._mapped or self, _close, descriptor).atexit = False
 
 
 def _close(descriptor: int) -> None:

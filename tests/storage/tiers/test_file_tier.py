@@ -201,7 +201,7 @@ def test_a_file_that_was_removed_is_closed_by_a_thread(
 
     monkeypatch.setattr(os, "close", note)
     mapping = RealTierDisk(str(tmp_path)).map("file")
-    descriptor = mapping._descriptor
+    descriptor = mapping.descriptor
     if removed:
         (tmp_path / "file").unlink()
     view = mapping.view
