@@ -24,14 +24,24 @@ _RESIDENT: Final = 1
 class FileMapping:
     """A whole file, from a descriptor that stays open for as long as this lives. See `pion.storage.disk.Mapping`."""
 
-    __slots__ = ("__weakref__", "_address", "_mapped", "descriptor", "view")
+    __slots__ = ("__weakref__", "_address", "_mapped", "_written", "descriptor", "generation", "view")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self.generation = 0
+        """Grows when `look` finds that somebody has written to the file: what was verified before may be different."""
+        self._written = _last_write(descriptor)
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
         self.view = memoryview(b"" if self._mapped is None else self._mapped)
         self._address = int(np.frombuffer(self.view, np.uint8).ctypes.data) if size else 0
+
+    def look(self) -> None:
+        """Ask the system when the file was written to last, which takes a microsecond."""
+        written = _last_write(self.descriptor)
+        if written != self._written:
+            self._written = written
+            self.generation += 1
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """See `Mapping`."""
@@ -59,6 +69,11 @@ class FileMapping:
         except OSError:  # an older system, or a page that can't be read: `read_into` finds out
             return False
         return True
+
+
+def _last_write(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_mtime_ns, found.st_size
 
 
 def find_mincore(platform: str = sys.platform) -> Callable[[int, int, int], int] | None:

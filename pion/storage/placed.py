@@ -76,7 +76,7 @@ class TierMemory(MappedMemory):
         self.file = file
         self.run = run
         self.region = run.region(file)
-        self.verified = False
+        self._verified = -1
         self.nbytes = self.live = run.nbytes
         self.detached = self.queued = False
         self._ledger = ledger
@@ -109,7 +109,7 @@ class TierMemory(MappedMemory):
 
     def verify(self) -> bool:
         """See `MappedMemory`."""
-        return self.verified or (self.keep() and super().verify())
+        return self.keep() and super().verify()
 
     def change_live(self, by: int) -> None:
         """See `Memory`."""

@@ -42,6 +42,16 @@ class Region:
         self.content: bytes | None = None
         """The bytes, if they were read already."""
 
+    @property
+    def generation(self) -> int:
+        """See `FileMapping`; files of other kinds are not written to."""
+        return self.mapping.generation if isinstance(self.mapping, FileMapping) else 0
+
+    def look(self) -> None:
+        """Find out whether the file was written to; see `FileMapping`."""
+        if isinstance(self.mapping, FileMapping):
+            self.mapping.look()
+
     def is_resident(self) -> bool:
         """Whether all of it can be looked at without waiting; see `FileMapping`."""
         return isinstance(self.mapping, FileMapping) and self.mapping.is_resident(self.start, self.nbytes)
@@ -95,13 +105,14 @@ def _scratch() -> memoryview:
 class MappedMemory(Memory):
     """A payload buffer that is a region of a mapped file. It is counted apart, as it is not anonymous memory."""
 
-    __slots__ = ("region", "verified")
+    __slots__ = ("_verified", "region")
 
     mapped = True
 
     def __init__(self, region: Region, ledger: Ledger) -> None:
         self.region = region
-        self.verified = False
+        self._verified = -1
+        """The file's generation when it was."""
         super().__init__(np.frombuffer(region.mapping.view, np.uint8, region.nbytes, region.start), ledger)
 
     def _hold(self) -> None:
@@ -114,12 +125,30 @@ class MappedMemory(Memory):
     def __del__(self) -> None:
         self._ledger.unmap(self.nbytes)
 
+    @property
+    def verified(self) -> bool:
+        """Whether it is what was stored, as far as is known: it was once, and the file was not written to since."""
+        return self._verified == self.region.generation
+
+    @verified.setter
+    def verified(self, verified: bool) -> None:
+        self._verified = self.region.generation if verified else -1
+
+    def passed(self, generation: int) -> None:
+        """It is what was stored; the file had this generation before anybody began to look."""
+        self._verified = generation
+
     def keep(self) -> bool:
         """Stay readable from here on, whatever becomes of the file; False if that is too late."""
         return True
 
     def verify(self) -> bool:
         """See `Region.verify`; remembers success."""
-        if not self.verified and self.region.verify():
-            self.verified = True
-        return self.verified
+        self.region.look()
+        if self.verified:
+            return True
+        generation = self.region.generation
+        intact = self.region.verify()
+        if intact:
+            self.passed(generation)
+        return intact

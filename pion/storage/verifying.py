@@ -47,10 +47,14 @@ class Doubts:
         """And whose it is."""
         self.files: dict[TierFile, Unit] = {}
         """The tier's objects that the reply needs, verified or not."""
+        looked: set[object] = set()
         for unit, spans in gathered:
             for span in spans:
                 memory = span.block.memory
                 if isinstance(memory, MappedMemory):
+                    if memory.region.mapping not in looked:
+                        looked.add(memory.region.mapping)
+                        memory.region.look()
                     if isinstance(memory, TierMemory):
                         self.files[memory.file] = unit
                     if not memory.verified:
@@ -112,14 +116,14 @@ class Doubts:
 class Comparing:
     """Verifies memories in their order: in steps as long as nothing must be read from a disk, the rest in a thread."""
 
-    __slots__ = ("_digest", "_memories", "_next", "_position", "damaged")
+    __slots__ = ("_digest", "_generation", "_memories", "_next", "_position", "damaged")
 
     def __init__(self, memories: Sequence[MappedMemory]) -> None:
         self._memories = memories
         self._next = 0
         self._digest: xxhash.xxh3_64 | None = None
         """Of the first bytes of the next memory, up to `_position`, if it was begun."""
-        self._position = 0
+        self._position = self._generation = 0
         self.damaged: list[MappedMemory] = []
 
     @property
@@ -153,13 +157,15 @@ class Comparing:
         """Go on with a memory; whether that was the rest of it."""
         region = memory.region
         nbytes = min(memory.nbytes - self._position, COMPARE_STEP_BYTES)
-        digest = self._digest = self._digest or xxhash.xxh3_64(seed=region.seed)
+        if self._digest is None:
+            self._digest, self._generation = xxhash.xxh3_64(seed=region.seed), region.generation
+        digest = self._digest
         digest.update(region.view()[self._position : self._position + nbytes])
         self._position += nbytes
         if self._position < memory.nbytes:
             return False
         if digest.intdigest() == region.checksum:
-            memory.verified = True
+            memory.passed(self._generation)
         else:
             self.damaged.append(memory)
         return True

@@ -113,6 +113,44 @@ def test_a_file_that_became_shorter_is_damage_not_the_end_of_the_process(mapping
     assert not found.verify()
 
 
+def test_a_write_is_noticed_and_makes_what_was_verified_doubtful(mapping: FileMapping, tmp_path: Path) -> None:
+    memory = MappedMemory(Region(mapping, 0, len(DATA), xxhash.xxh3_64_intdigest(DATA, 1), 1), Ledger())
+    assert memory.verify()
+    mapping.look()
+    assert memory.verified
+    with (tmp_path / "file").open("r+b") as file:
+        file.write(DATA[:1])
+    os.utime(tmp_path / "file", ns=(0, 12345))  # whatever the clock's resolution
+    assert memory.verified  # nobody has looked
+    mapping.look()
+    assert not memory.verified
+    assert memory.verify()
+    mapping.look()
+    assert memory.verified
+    with (tmp_path / "file").open("r+b") as file:
+        file.write(bytes([DATA[0] ^ 1]))
+    os.utime(tmp_path / "file", ns=(0, 12346))
+    assert not memory.verify()  # it looks by itself
+    assert not memory.verified
+
+
+def test_a_write_in_the_middle_of_comparing_is_not_forgotten(
+    mapping: FileMapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first part may have been compared before."""
+    monkeypatch.setattr(FileMapping, "is_resident", lambda *args: True)
+    monkeypatch.setattr(verifying, "COMPARE_STEP_BYTES", PAGE)
+    memory = MappedMemory(Region(mapping, 0, len(DATA), xxhash.xxh3_64_intdigest(DATA, 1), 1), Ledger())
+    comparing = Comparing([memory])
+    assert not comparing.step()
+    os.utime(tmp_path / "file", ns=(0, 12345))
+    mapping.look()
+    while not comparing.step():
+        pass
+    assert not comparing.damaged
+    assert not memory.verified
+
+
 SIZES = st.lists(
     st.tuples(st.integers(1, 60), st.booleans(), st.sampled_from(["here", "away", "verified"])), max_size=8
 )
