@@ -290,6 +290,32 @@ async def test_a_file_that_was_written_to_is_verified_again(tmp_path, source, wh
         assert await two.call("KV.PREFIX.LOOKUP", "other") == "HIT"
 
 
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize("source", ["log", "tier", "snapshot"])
+async def test_a_write_while_a_reply_is_being_made_is_for_the_next_one(tmp_path, monkeypatch, source, wire) -> None:
+    """What was verified when the request came is sent, though another reply has noticed a write since."""
+    command = (*WHOLE[:-1], wire)
+    async with unread(tmp_path, source) as (started, client), Client.of(started) as two:
+        found = memories(started, WHOLE)
+        assert await client.call(*WHOLE) == expected(WHOLE)
+        found[0].verified = False
+        verify = vstore_common._verify
+
+        async def after_a_write(context: Any, doubtful: Any) -> Any:
+            harm(tmp_path, started, found[-1])
+            for memory in found:
+                memory.region.look()
+            return await verify(context, doubtful)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(vstore_common, "_verify", after_a_write)
+            assert len(encoded(await client.call(*command))) == len(encoded(expected(command)))
+        received = await until_closed(client, *command)
+        assert len(received) < len(encoded(expected(command)))
+        assert await two.call("KV.PREFIX.LOOKUP", "p") == "MISS"
+        assert started.services.vstore.checksum_failures == 1
+
+
 def encoded_error(reply: Any) -> bytes:
     """Nothing of the rows, after an error that says so."""
     assert reply == DAMAGED

@@ -37,7 +37,10 @@ class IndexBlock:
     @property
     def doubtful(self) -> bool:
         """Whether its rows must be compared with their checksum, by `verify`, before anyone looks at them."""
-        return any(isinstance(each, MappedMemory) and not each.verified for each in (self.keys, self.values))
+        mapped = [each for each in (self.keys, self.values) if isinstance(each, MappedMemory)]
+        for each in mapped:
+            each.region.look()
+        return not all(each.verified for each in mapped)
 
     def verify(self) -> bool:
         """Whether its rows are what was stored. Blocks, as they may lie in a file."""

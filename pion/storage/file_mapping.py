@@ -40,8 +40,8 @@ class FileMapping:
         """Ask the system when the file was written to last, which takes a microsecond."""
         written = _last_write(self.descriptor)
         if written != self._written:
-            self._written = written
             self.generation += 1
+            self._written = written
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """See `Mapping`."""
@@ -57,7 +57,7 @@ class FileMapping:
         It takes some microseconds a MiB. What it says may be out of date a moment later, and False may also mean that
         the system can't tell; Linux says True of files that belong to somebody else.
         """
-        if _mincore is None or self._mapped is None:
+        if _mincore is None or self._mapped is None or not 0 < nbytes <= len(self.view) - start:
             return False
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         length = start + nbytes - first

@@ -49,12 +49,6 @@ class Span:
         """How many rows it has."""
         return self.stop - self.start
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the rows lie in a file and nobody has verified them."""
-        memory = self.block.memory
-        return isinstance(memory, MappedMemory) and not memory.verified
-
     def view(self) -> memoryview:
         """The stored bytes, without a copy."""
         return self.block.view(self.start, self.stop, self.row_bytes)
@@ -113,7 +107,7 @@ class Answer:
         """
         fmt, dim = spec.format, spec.dim
         same = wire is Wire.NATIVE or wire is fmt.wire
-        doubtful = bool(self._doubts.memories) and any(span.is_doubtful for span in spans)
+        doubtful = bool(self._doubts.memories) and any(self._doubts.has(span.block.memory) for span in spans)
         if same and len(spans) == 1 and not doubtful:
             view = spans[0].view()
             return Blob((view,), view.nbytes, spans)
@@ -140,7 +134,7 @@ class Answer:
         parts: list[Buffer | Check] = []
         for span in spans:
             memory = span.block.memory
-            if isinstance(memory, MappedMemory) and not memory.verified:
+            if isinstance(memory, MappedMemory) and self._doubts.has(memory):
                 check = self._checks.before(memory)
                 if check is not None:
                     parts.append(check)

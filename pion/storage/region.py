@@ -21,6 +21,9 @@ from pion.storage.ledger import Ledger, Memory
 PIECE_BYTES: Final = 256 * KIB
 """Bytes read and hashed at once: fits into a core's second cache, and the interpreter lock is free between pieces."""
 
+ASK_BYTES: Final = 64 * KIB
+"""Reading less takes no longer than asking whether it must be read."""
+
 _kept: Final = threading.local()
 
 
@@ -52,13 +55,13 @@ class Region:
         if isinstance(self.mapping, FileMapping):
             self.mapping.look()
 
-    def is_resident(self) -> bool:
-        """Whether all of it can be looked at without waiting; see `FileMapping`."""
-        return isinstance(self.mapping, FileMapping) and self.mapping.is_resident(self.start, self.nbytes)
+    def is_resident(self, first: int, nbytes: int) -> bool:
+        """Whether `nbytes` bytes from byte `first` of it on can be looked at without waiting; see `FileMapping`."""
+        return isinstance(self.mapping, FileMapping) and self.mapping.is_resident(self.start + first, nbytes)
 
     def verify(self) -> bool:
         """Whether the bytes on disk are those that were written; False also if they can't be read. Blocks."""
-        if self.is_resident():
+        if self.nbytes >= ASK_BYTES and self.is_resident(0, self.nbytes):
             return xxhash.xxh3_64_intdigest(self.view(), self.seed) == self.checksum
         scratch = _scratch()
         digest = xxhash.xxh3_64(seed=self.seed)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from pion.config import MIB
+from pion.config import KIB, MIB
 from pion.limits import VERIFY_PIECE_BYTES
 from pion.replies import BrokenReplyError, Check
 from pion.storage.placed import TierFile, TierMemory
@@ -32,6 +32,10 @@ logger = logging.getLogger("pion.storage")
 COMPARE_STEP_BYTES: Final = 2 * MIB
 """Compared at once on the event loop: 0.2 ms, as long as sending a large slice takes."""
 
+FEW: Final = 8
+SMALL_BYTES: Final = 256 * KIB
+"""More than a few memories that are smaller on average are for a thread: a step for each would take longer."""
+
 MOST_PIECES: Final = 4
 """Verified at once further back in a reply, a few ms of a disk: each check costs as much as verifying another MiB."""
 
@@ -44,21 +48,31 @@ class Doubts:
     def __init__(self, store: VStore, gathered: Iterable[tuple[Unit, Sequence[Span]]]) -> None:
         self._store = store
         self.memories: dict[MappedMemory, Unit] = {}
-        """And whose it is."""
+        """And whose it is. From here on this decides what the reply takes for verified: if the file is written to once
+        more meanwhile, that is for the next reply to notice.
+        """
         self.files: dict[TierFile, Unit] = {}
         """The tier's objects that the reply needs, verified or not."""
-        looked: set[object] = set()
+        looked: set[int] = set()
+        last: object = None
         for unit, spans in gathered:
             for span in spans:
                 memory = span.block.memory
                 if isinstance(memory, MappedMemory):
-                    if memory.region.mapping not in looked:
-                        looked.add(memory.region.mapping)
+                    if memory is last:
+                        continue
+                    last = memory
+                    if id(memory.region.mapping) not in looked:
+                        looked.add(id(memory.region.mapping))
                         memory.region.look()
                     if isinstance(memory, TierMemory):
                         self.files[memory.file] = unit
                     if not memory.verified:
                         self.memories[memory] = unit
+
+    def has(self, memory: object) -> bool:
+        """Whether a block's memory must be verified before its rows are sent."""
+        return isinstance(memory, MappedMemory) and memory in self.memories and not memory.verified
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +117,7 @@ class Doubts:
 
     def check(self, memories: Sequence[MappedMemory]) -> None:
         """Verify what is about to be sent. Blocks; in a thread. Raises BrokenReplyError, whose `tell` drops it."""
-        comparing = Comparing(memories)
+        comparing = Comparing([memory for memory in memories if memory in self.memories])
         comparing.finish()
         self.refuse(comparing.damaged)
 
@@ -116,7 +130,7 @@ class Doubts:
 class Comparing:
     """Verifies memories in their order: in steps as long as nothing must be read from a disk, the rest in a thread."""
 
-    __slots__ = ("_digest", "_generation", "_memories", "_next", "_position", "damaged")
+    __slots__ = ("_digest", "_generation", "_here", "_memories", "_next", "_position", "damaged")
 
     def __init__(self, memories: Sequence[MappedMemory]) -> None:
         self._memories = memories
@@ -124,6 +138,8 @@ class Comparing:
         self._digest: xxhash.xxh3_64 | None = None
         """Of the first bytes of the next memory, up to `_position`, if it was begun."""
         self._position = self._generation = 0
+        self._here = False
+        """Steps are worth it."""
         self.damaged: list[MappedMemory] = []
 
     @property
@@ -135,9 +151,11 @@ class Comparing:
         """Whether the next step waits for no disk."""
         if self._next == len(self._memories):
             return True
+        if not self._next and self._digest is None:
+            total = sum(memory.nbytes for memory in self._memories)
+            self._here = len(self._memories) <= FEW or total >= len(self._memories) * SMALL_BYTES
         memory = self._memories[self._next]
-        # One that was begun was there a moment ago: asking again before each piece would take a fifth of the time.
-        return memory.verified or self._digest is not None or memory.region.is_resident()
+        return memory.verified or (self._here and memory.region.is_resident(self._position, self._piece(memory)))
 
     def step(self) -> bool:
         """Compare another piece, which must be `ready`; whether that was all."""
@@ -153,10 +171,13 @@ class Comparing:
         self.damaged += [memory for memory in self.left if not memory.verify()]
         self._next = len(self._memories)
 
+    def _piece(self, memory: MappedMemory) -> int:
+        return min(memory.nbytes - self._position, COMPARE_STEP_BYTES)
+
     def _compare(self, memory: MappedMemory) -> bool:
         """Go on with a memory; whether that was the rest of it."""
         region = memory.region
-        nbytes = min(memory.nbytes - self._position, COMPARE_STEP_BYTES)
+        nbytes = self._piece(memory)
         if self._digest is None:
             self._digest, self._generation = xxhash.xxh3_64(seed=region.seed), region.generation
         digest = self._digest

@@ -109,7 +109,7 @@ def test_a_file_that_became_shorter_is_damage_not_the_end_of_the_process(mapping
     found = Region(mapping, 0, len(DATA), xxhash.xxh3_64_intdigest(DATA, 1), 1)
     assert found.verify()
     os.truncate(tmp_path / "file", 3 * PAGE)
-    assert not found.is_resident()
+    assert not found.is_resident(0, len(DATA))
     assert not found.verify()
 
 
@@ -178,7 +178,8 @@ def test_comparing_in_steps_says_what_comparing_at_once_says(
     ]
     asked: list[Region] = []
 
-    def is_resident(region: Region) -> bool:
+    def is_resident(region: Region, first: int, nbytes: int) -> bool:
+        assert 0 < nbytes <= min(step_bytes, region.nbytes - first)
         asked.append(region)
         return region not in away
 
@@ -204,8 +205,39 @@ def test_comparing_in_steps_says_what_comparing_at_once_says(
             )
         else:
             assert comparing.left[0].region in away
-            patch.setattr(Region, "is_resident", lambda region: False)
+            patch.setattr(Region, "is_resident", lambda *args: False)
             comparing.finish()
         assert comparing.damaged == right
         assert not comparing.left
         assert [memory.verified for memory in memories] == [memory not in right for memory in memories]
+
+
+def test_many_small_rows_are_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step for each would take ten times as long."""
+    monkeypatch.setattr(Region, "is_resident", lambda *args: True)
+    disk, ledger = MemoryDisk(), Ledger()
+    disk.create("file").write([DATA])
+    mapping = disk.map("file")
+
+    def rows(count: int) -> list[MappedMemory]:
+        return [
+            MappedMemory(Region(mapping, each, 100, xxhash.xxh3_64_intdigest(DATA[each : each + 100]), 0), ledger)
+            for each in range(count)
+        ]
+
+    assert Comparing(rows(verifying.FEW)).ready()
+    many = Comparing(rows(verifying.FEW + 1))
+    assert not many.ready()
+    many.finish()
+    assert not many.damaged
+    monkeypatch.setattr(verifying, "SMALL_BYTES", 100)
+    assert Comparing(rows(verifying.FEW + 1)).ready()
+
+
+def test_places_that_are_not_in_the_file_are_not_resident(mapping: FileMapping, tmp_path: Path) -> None:
+    (tmp_path / "pages").write_bytes(bytes(4 * PAGE))
+    pages = RealDisk(tmp_path).map("pages")
+    assert isinstance(pages, FileMapping)
+    for found, size in ((mapping, len(DATA)), (pages, 4 * PAGE)):
+        for start, nbytes in ((size, 1), (size, 0), (0, 0), (0, size + 1), (100 * PAGE, 5), (size - 1, 2)):
+            assert not found.is_resident(start, nbytes)
