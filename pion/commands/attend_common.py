@@ -181,15 +181,24 @@ def check_shape(heads: int, head_dim: int, heads_name: str = "H") -> None:
 
 
 def find(context: Context, sid: bytes, layer: int) -> Resident:
-    """The layer that a query needs, which counts as a use. Raises ColdMissError, or CommandError if it is missing."""
+    """The layer that a query needs. Raises ColdMissError, or CommandError if it is missing.
+
+    Not a use of it: whoever has checked the rest of the query calls `used`, so a refused query changes nothing.
+    """
     slots = attention(context).slots
     slots.trim()
-    found = slots.find(sid, layer, None if context.session.no_touch else context.services.clock.monotonic_s())
+    found = slots.find(sid, layer, None)
     if found is None:
         raise CommandError(NOT_FOUND)
     if isinstance(found, Cold):
         raise ColdMissError(f"layer {layer} is cold, use KV.PREFIX.WARM and ask again")
     return found
+
+
+def used(context: Context, sid: bytes, layer: int) -> None:
+    """A query on the layer is about to be computed: that counts as a use, if the layer is still there."""
+    if not context.session.no_touch:
+        attention(context).slots.find(sid, layer, context.services.clock.monotonic_s())
 
 
 def check_fits(resident: Resident, kv_heads: int, head_dim: int, heads_name: str = "H") -> None:

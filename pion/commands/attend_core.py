@@ -24,6 +24,7 @@ from pion.commands.attend_common import (
     in_parts,
     load,
     reply_of,
+    used,
     while_wanted,
 )
 from pion.commands.attend_parts import parts_of
@@ -69,6 +70,7 @@ async def query(
     asked = arguments.queries(q, heads, head_dim)
     resident = find(context, sid, layer)
     check_fits(resident, heads, head_dim)
+    used(context, sid, layer)
     window = _window(window, resident.rows)
     return await answer(context, resident, _query(asked, top_k, window, resident.rows))
 
@@ -96,6 +98,7 @@ async def query_fused(
     mapped = _head_map(head_map, heads, kv_heads)
     resident = find(context, sid, layer)
     check_fits(resident, kv_heads, head_dim, "H_kv")
+    used(context, sid, layer)
     window = _window(window, resident.rows)
     return await answer(
         context, resident, Query(q=asked, head_map=mapped, window=window, suffix=suffix, want_lse=False)
@@ -120,13 +123,14 @@ async def query_sparse(
     within(most, "K_sparse_max", 1, MAX_ID)
     asked = arguments.floats(q, "Q", "H x D", heads, head_dim).reshape(heads, 1, head_dim)
     named = arguments.indices(indices, heads, most)
-    used = arguments.counts(counts, heads, most)
+    counted = arguments.counts(counts, heads, most)
     resident = find(context, sid, layer)
     check_fits(resident, heads, head_dim)
     if named.nbytes + heads * (resident.rows + _HEAD_BYTES) > CONVERT_IN_THREAD_BYTES:
-        chosen = await context.in_thread(arguments.chosen, named, used, resident.rows, window)
+        chosen = await context.in_thread(arguments.chosen, named, counted, resident.rows, window)
     else:
-        chosen = arguments.chosen(named, used, resident.rows, window)
+        chosen = arguments.chosen(named, counted, resident.rows, window)
+    used(context, sid, layer)
     # Rows outside the window are left out already.
     return await answer(context, resident, Query(q=asked, sparse=chosen, want_lse=False))
 
@@ -160,6 +164,7 @@ async def query_sparse_auto(
     resident = find(context, sid, layer)
     check_fits(resident, kv_heads, head_dim, "H_kv")
     arguments.check_blocks(resident.rows, window, block, top)
+    used(context, sid, layer)
     window = _window(window, resident.rows)
     blocks = Blocks(rows=block, top=top)
     asked_whole = Query(q=asked, head_map=mapped, window=window, suffix=behind, sparse=blocks, want_lse=False)
