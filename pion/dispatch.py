@@ -208,7 +208,7 @@ class Dispatcher:
         """
         services = context.services
         nbytes = sum(map(len, argv))
-        await services.budget.admit(nbytes)
+        await services.budget.admit(nbytes, services.target_of(argv))
         with services.budget.disk.admitted(nbytes):
             # The log last: nothing may come between its room and the change.
             if services.data is not None and services.data.holds_back:

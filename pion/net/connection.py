@@ -400,14 +400,12 @@ class Connection:
         return True
 
     async def _wait_for_memory(self) -> None:
-        """Nothing of this client is read meanwhile: that is how it is slowed down to what the disk takes.
-
-        Cancellation: nothing is reserved.
-        """
+        """Nothing of this client is read meanwhile, to slow it down to the disk. Cancellation: nothing is reserved."""
         await self._outbox.flush()
-        await self._services.budget.wait(self._parser.awaited, self.reserved_bytes)
+        services, parser = self._services, self._parser
+        await services.budget.wait(parser.awaited, self.reserved_bytes, lambda: services.target_of(parser.unfinished))
         self._waited = True
-        self._parser.resume()
+        parser.resume()
         self._waited = False
 
     def _allocate(self, nbytes: int) -> memoryview | None:

@@ -69,6 +69,8 @@ class Budget:
     def crowded(self) -> bool:
         """Whether a write should wait first."""
         store, limit = self._store, self._store.config.max_bytes
+        if store.held_up and limit:
+            return True
         # A payload may be stored in a longer format; if not, it is counted twice until its reply is sent.
         if not limit or store.ledger.charged_bytes + 2 * store.in_flight() <= CROWDED_SHARE * limit:
             return False
@@ -92,10 +94,9 @@ class Budget:
             return True
         if self.tier_helps():
             return None
-        if store.squeeze(wanted, target, warm_only=True):
+        if self._squeeze_or_cut(wanted, target):
             return True
         if self.sending():
-            self.cut_readers(max(0, self.sending() - store.over(wanted)))
             return None
         if store.in_flight() > held:
             self.cut_senders(store.over(wanted))
@@ -106,21 +107,36 @@ class Budget:
         """As `take`, for who has waited, or can't: by eviction, if nothing else was of use."""
         return self._store.squeeze(nbytes + self._store.in_flight(), target)
 
-    async def admit(self, nbytes: int) -> None:
+    def _squeeze_or_cut(self, nbytes: int, target: frozenset[Unit]) -> bool:
+        """Evict what is free at once; if that is not enough, what is being sent, and see to it that its readers end."""
+        store = self._store
+        if store.squeeze(nbytes, target, warm_only=True, at_once=True):
+            return True
+        if self.sending() < store.over(nbytes) and store.squeeze(nbytes, target, warm_only=True):
+            return True
+        if self.sending():
+            self.cut_readers(max(0, self.sending() - store.over(nbytes)))
+        return False
+
+    async def admit(self, nbytes: int, target: frozenset[Unit] = frozenset()) -> None:
         """Before a change that takes up to `nbytes`: until memory and disk have room for it. Raises OutOfMemoryError.
+
+        `target` is what it will be stored into, and must not go for it.
 
         Cancellation: nothing happened, but what was evicted stays so.
         """
         if self.crowded:
-            await self._wait_for_others(nbytes)
+            await self._wait_for_others(nbytes, target)
         if self._store.config.max_disk_bytes and not await self.disk.fit(nbytes):
             raise OutOfMemoryError(
                 f"{self.disk.used_bytes} of {self._store.config.max_disk_bytes} bytes on disk are in use "
                 f"(--max-disk-bytes), {nbytes} more are needed, and nothing may be evicted for them"
             )
 
-    async def wait(self, nbytes: int, held: int = 0) -> bool:
+    async def wait(self, nbytes: int, held: int = 0, target: Callable[[], frozenset[Unit]] = frozenset[Unit]) -> bool:
         """Until there is room for `nbytes`, beside `held` that who waits has already; False if there will not be.
+
+        `target` says what it will be stored into, and must not go for it.
 
         Cancellation: nothing is reserved; what was evicted stays so.
         """
@@ -128,18 +144,18 @@ class Budget:
         give_up_s = trio.current_time() + WAIT_S
         with self._asking(nbytes):
             while True:
-                found = self.take(nbytes, held)
+                found = self.take(nbytes, held, target())
                 if found is not None:
                     return found
                 if trio.current_time() >= give_up_s or self.stopping():
-                    return self.take_now(nbytes)
+                    return self.take_now(nbytes, target())
                 await trio.sleep(LOOK_AGAIN_S)
 
     @property
     def _too_much_is_sent(self) -> bool:
         return self.sending() > SENDING_SHARE * self._store.config.max_bytes
 
-    async def _wait_for_others(self, nbytes: int) -> None:
+    async def _wait_for_others(self, nbytes: int, target: frozenset[Unit]) -> None:
         """While the tier or the end of slow readers makes room; without that the change itself does."""
         store = self._store
         give_up_s = trio.current_time() + WAIT_S
@@ -148,8 +164,11 @@ class Budget:
             while store.over(wanted := nbytes + store.in_flight() + COMMAND_BYTES) > 0:
                 if self._too_much_is_sent:
                     self.cut_readers(int(SENDING_SHARE * store.config.max_bytes))
-                if store.relieve(wanted) or not (self.tier_helps() or self._too_much_is_sent):
+                if store.relieve(wanted):
                     return
+                helps = self.tier_helps() or self._too_much_is_sent
+                if not helps and (not store.held_up or self._squeeze_or_cut(wanted, target) or not self.sending()):
+                    break
                 if trio.current_time() >= give_up_s or self.stopping():
                     return
                 await trio.sleep(LOOK_AGAIN_S)

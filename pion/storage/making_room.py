@@ -5,9 +5,11 @@ The part of `VStore` that evicts. Everything here is synchronous; what can wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import islice
 from typing import Final
+
+import attrs
 
 from pion.config import KIB, Config
 from pion.errors import OutOfMemoryError
@@ -17,7 +19,7 @@ from pion.storage.ledger import Ledger, Memory
 from pion.storage.orders import Orders
 from pion.storage.placed import PromotedMemory, TierFiles
 from pion.storage.quota import QuotaBook
-from pion.storage.room import memory_bytes
+from pion.storage.room import is_held, memory_bytes
 from pion.storage.unit import Unit
 
 RELIEF_LOOKS: Final = 64
@@ -28,7 +30,7 @@ FIXED_SHARE: Final = 0.125
 """Prefixes whose rows lie in files are dropped for so many bytes, or for this share of what all cost beside rows."""
 
 SQUEEZES: Final = 4
-"""Tries to make room: what was evicted may still be being sent, so others go for it, but not all of them."""
+"""Tries to make room: what a unit frees is known only roughly where blocks share buffers."""
 
 
 class MakesRoom:
@@ -42,6 +44,8 @@ class MakesRoom:
     """Budgets of owners within that of the server; a plugin that knows owners sets it."""
     sessions: int
     on_growth: Callable[[], None]
+    held_up: bool = False
+    """A change was refused for want of memory that only unfinished replies keep from being freed."""
 
     def drop_unit(self, unit: Unit, reason: Reason) -> None:
         """Drop a prefix or a lone session with all that continues it, if it is still there."""
@@ -68,11 +72,20 @@ class MakesRoom:
                 )
             for victim in victims:
                 self.drop_unit(victim, Reason.EVICTED)
-        if self.over(nbytes) > 0 and not self.squeeze(nbytes, protected):
+        if self.over(nbytes) <= 0:
+            return
+        if not self.squeeze(nbytes, protected, at_once=True):
+            self.held_up = self.ledger.sending_bytes > 0 or self._choose(self.over(nbytes), protected) is not None
+            why = (
+                "what could be evicted for them is still being sent"
+                if self.held_up
+                else "nothing may be evicted for them"
+            )
             raise OutOfMemoryError(
                 f"{self.ledger.charged_bytes} of {self.config.max_bytes} bytes are in use (--max-bytes), "
-                f"{nbytes} more are needed, and nothing may be evicted for them"
+                f"{nbytes} more are needed, and {why}"
             )
+        self.held_up = False
 
     def _make_quota_room(self, quotas: QuotaBook, name: bytes, nbytes: int, spared: list[Unit]) -> None:
         over = quotas.over(name, nbytes)
@@ -100,28 +113,44 @@ class MakesRoom:
         return self.ledger.charged_bytes + nbytes - limit if limit else 0
 
     def squeeze(
-        self, nbytes: int, protected: set[Unit] | frozenset[Unit] = frozenset(), *, warm_only: bool = False
+        self,
+        nbytes: int,
+        protected: set[Unit] | frozenset[Unit] = frozenset(),
+        *,
+        warm_only: bool = False,
+        at_once: bool = False,
     ) -> bool:
         """Evict until `nbytes` more fit. False if that can't be, and then nothing was evicted; or if what was evicted
-        is still being sent. `warm_only`: nothing goes whose rows lie in files.
+        is still being sent. `warm_only`: nothing goes whose rows lie in files. `at_once`: nor does what is being sent,
+        so False means that nothing was evicted.
         """
         for _ in range(SQUEEZES):
             over = self.over(nbytes)
             if over <= 0:
                 return True
-            if not self._make_way(over, protected, warm_only):
-                return False
+            if not self._make_way(over, protected, warm_only, at_once):
+                break
         return self.over(nbytes) <= 0
 
-    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit], warm_only: bool) -> bool:
-        # What is being written is not free before the tier has let go of it.
+    def _make_way(self, over: int, protected: set[Unit] | frozenset[Unit], warm_only: bool, at_once: bool) -> bool:
+        # What is being written, or sent, is not free before whoever does it has let go of it.
         busy = self.tier_files.writing.values()
-        for kept in (protected.union(busy), protected) if busy else (protected,):
-            victims = choose(self._warm, 0, over, kept, _evicted_bytes)
-            if victims is not None:
-                for victim in victims:
-                    self.evict(victim)
-                return True
+        kept = protected.union(busy) if busy else protected
+        victims = self._choose(over, kept)
+        if victims is None or any(map(is_held, victims)):
+            victims = self._choose(over, _Held(kept))
+        if victims is None and not at_once:
+            # What went before comes back by itself.
+            over -= self.ledger.sending_bytes
+            victims = self._choose(over, protected) if over > 0 else None
+            for victim in victims or ():
+                self.evict(victim)
+            if victims is not None or over <= 0:
+                return False
+        if victims is not None:
+            for victim in victims:
+                self.evict(victim)
+            return True
         # Rows may lie in files, but what is kept of their prefixes in memory may be what is missing. It is little: a
         # large payload that has no room beside what is pinned must not make all of them go.
         ledger = self.ledger
@@ -129,10 +158,14 @@ class MakesRoom:
         fixed_bytes = ledger.charged_bytes - ledger.sending_bytes - rows_bytes
         if warm_only or over > max(FEW_BYTES, FIXED_SHARE * fixed_bytes):
             return False
-        victims = choose(self.policy, 0, over, protected, memory_bytes)
+        victims = choose(self.policy, 0, over, _Held(protected), memory_bytes)
         for victim in victims or ():
             self.drop_unit(victim, Reason.EVICTED)
         return victims is not None
+
+    def _choose(self, over: int, kept: Container[Unit]) -> list[Unit] | None:
+        """Who would have to leave memory for `over` bytes."""
+        return choose(self._warm, 0, over, kept, _evicted_bytes)
 
     def shrink(self, limit: int) -> bool:
         """Evict up to `limit` units while more is held than the budget allows (it was lowered, or a log was replayed
@@ -183,6 +216,16 @@ class MakesRoom:
             if victim is None:
                 return
             self.drop_unit(victim, Reason.EVICTED)
+
+
+@attrs.frozen(eq=False)
+class _Held:
+    """A container that is never listed: what is protected, and what something that is being sent still holds."""
+
+    protected: Container[Unit]
+
+    def __contains__(self, unit: object) -> bool:
+        return not isinstance(unit, Unit) or unit in self.protected or is_held(unit)
 
 
 def _evicted_bytes(unit: Unit) -> int:

@@ -143,7 +143,11 @@ def room_for_register(store: VStore, change: Register) -> tuple[int, int, list[U
     unit = store.prefixes.get(change.ns)
     parent = store.prefixes.get(change.parent) if change.parent is not None else None
     nbytes = max(0, len(change.meta or b"") - len(unit.meta or b"" if unit is not None else b""))
-    nbytes += CHAIN_COST + PENDING_COST + (UNIT_COST + len(change.ns) if unit is None else 0)
+    nbytes += UNIT_COST + len(change.ns) if unit is None else 0
+    if parent is not None and (unit is None or unit.parent is None):
+        nbytes += CHAIN_COST
+    if change.declaration is not None and (unit is None or unit.declaration is None):
+        nbytes += PENDING_COST
     if change.hashes is not None and (unit is None or not unit.complete):
         # The table has the hashes of what it continues in front of its own, and so have those of what continues it.
         above = parent or (unit.parent if unit is not None else None)

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from sys import getrefcount
+from typing import Final
+
+from pion.storage.block import Layer
 from pion.storage.ledger import CHAIN_COST, LAYER_COST, PLACED_COST, SIDE_COST, UNIT_COST
 from pion.storage.unit import SIDES, Side, Unit
+
+BLOCK_REFERENCES: Final = 4
+"""Those that a block has while `is_held` looks at it: of the table, the list, the loop and the call."""
+
+MEMORY_REFERENCES: Final = 3
+"""Those that a buffer has then beside those of its blocks: of the counter, the loop and the call."""
 
 
 def memory_bytes(unit: Unit) -> int:
@@ -32,3 +43,21 @@ def side_bytes(unit: Unit, side: Side) -> int:
     if rows is None:
         return 0
     return SIDE_COST + sum(LAYER_COST + layer.memory_bytes for layer in rows.layers.values())
+
+
+def is_held(unit: Unit) -> bool:
+    """Whether something else has rows of the unit, a reply that is not sent yet as a rule: its end would not free them.
+
+    O(blocks). References are counted, as a block has no list of those who hold it; a wrong count changes only the order
+    in which units make room.
+    """
+    return any(_blocks_are_held(layer) for layer in unit.all_layers())
+
+
+def _blocks_are_held(layer: Layer) -> bool:
+    blocks = [block for block in layer.blocks if not block.memory.mapped]
+    if any(getrefcount(block) > BLOCK_REFERENCES for block in blocks):
+        return True
+    # A block that was cut since, and is in no table, holds its whole buffer.
+    shared = Counter([block.memory for block in blocks])
+    return any(getrefcount(memory) > shared[memory] + MEMORY_REFERENCES for memory in shared)
