@@ -150,9 +150,10 @@ async def test_who_waits_keeps_what_it_stores_into() -> None:
 def test_an_option_of_a_prefix_needs_no_room_that_it_does_not_take() -> None:
     """At a full budget, nobody has to leave for a new end of life or a shorter text."""
     kv = full()
-    store_config = kv.services.vstore.config
+    vstore = kv.services.vstore
     assert call(kv, "KV.PREFIX.REGISTER", "p7", 16, "fp32", "META", "long text") == "OK"
-    kv.services.vstore.config = attrs.evolve(store_config, max_bytes=kv.services.vstore.ledger.charged_bytes)
-    assert call(kv, "KV.PREFIX.REGISTER", "p7", 16, "fp32", "EX", 100) == "OK"
-    assert call(kv, "KV.PREFIX.REGISTER", "p7", 16, "fp32", "META", "text") == "OK"
-    assert prefixes(kv) == NAMES
+    vstore.config = attrs.evolve(vstore.config, max_bytes=vstore.ledger.charged_bytes)
+    for option in (("EX", 100), ("META", "text")):
+        assert call(kv, "KV.PREFIX.REGISTER", "p7", 16, "fp32", *option) == "OK"
+        assert prefixes(kv) == NAMES
+        assert list(vstore.lone) == [b"s"]
