@@ -12,6 +12,7 @@ import trio
 
 from pion.config import KIB, MIB, Config
 from pion.server import Started
+from pion.storage import disk_budget
 from pion.testing import running_server
 from tests.tiering_support import DIM, SIDE_BYTES, Client, expected, fetch, is_there, store_prefix, until
 
@@ -122,8 +123,9 @@ async def test_it_is_lowered_at_run_time(tmp_path, tier) -> None:
             assert await fetch(client, name) == expected(name)
 
 
-async def test_nothing_can_give_way(tmp_path) -> None:
+async def test_nothing_can_give_way(tmp_path, monkeypatch) -> None:
     """All is pinned: -OOM, nothing changes, what is there is served, and a prefix that was being filled goes."""
+    monkeypatch.setattr(disk_budget, "WORTH_BYTES", 64 * KIB)  # as small as the rest: a MiB is half of this budget
     async with serving(tmp_path, 2 * MIB, tier=False) as (started, client):
         names = []
         while (reply := await store_prefix(client, f"p{len(names)}", "PIN")) == "OK":
