@@ -100,7 +100,8 @@ VERIFY_BEFORE_BYTES: Final = 2 * MIB
 just ahead of sending them. Up to here a millisecond is saved, so that damage is better told by a proper error."""
 
 VERIFY_PIECE_BYTES: Final = MIB
-"""Verified at once, ahead of sending: 0.2 ms, which is worth a hop to a thread and is soon there for the socket."""
+"""Verified before a longer reply begins, and the least that a check ahead of sending covers: 0.2 ms, so the socket soon
+has something to send, and a hop to a thread is worth it where the disk must be read."""
 
 TIER_RUN_BYTES: Final = 4 * MIB
 """Most rows under one checksum in the tier: the first can be sent once so many are read. Each run costs 600 bytes."""

@@ -1,4 +1,4 @@
-"""A file that is mapped for reading, and what the system says of it: which pages it has, and where it is.
+"""A file that is mapped for reading, and what the system says of it: which pages it has, and when it was written to.
 
 Rows in files are looked at in two ways. Through `read_into` whatever state the disk is in: it waits, and an error is an
 error. Through the mapping once their pages are in the system's cache: nothing is copied, nothing waits.
@@ -31,7 +31,7 @@ class FileMapping:
         self.generation = 0
         """Grows when `look` finds that somebody has written to the file: what was verified before may be different."""
         self._written = _last_write(descriptor)
-        size = os.fstat(descriptor).st_size
+        _, size = self._written
         self._mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
         self.view = memoryview(b"" if self._mapped is None else self._mapped)
         self._address = int(np.frombuffer(self.view, np.uint8).ctypes.data) if size else 0
@@ -72,6 +72,7 @@ class FileMapping:
 
 
 def _last_write(descriptor: int) -> tuple[int, int]:
+    """The time of it in nanoseconds, and the bytes that the file has since."""
     found = os.fstat(descriptor)
     return found.st_mtime_ns, found.st_size
 

@@ -48,8 +48,8 @@ def side_bytes(unit: Unit, side: Side) -> int:
 def is_held(unit: Unit) -> bool:
     """Whether something else has rows of the unit, a reply that is not sent yet as a rule: its end would not free them.
 
-    O(blocks). References are counted, as a block has no list of those who hold it; a wrong count changes only the order
-    in which units make room.
+    O(blocks). References are counted, as CPython counts them, since a block has no list of those who hold it. With a
+    count that is too low units go in vain; with one too high a small write is refused once before others go.
     """
     return any(_blocks_are_held(layer) for layer in unit.all_layers())
 

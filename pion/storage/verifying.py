@@ -117,9 +117,7 @@ class Doubts:
 
     def check(self, memories: Sequence[MappedMemory]) -> None:
         """Verify what is about to be sent. Blocks; in a thread. Raises BrokenReplyError, whose `tell` drops it."""
-        comparing = Comparing([memory for memory in memories if memory in self.memories])
-        comparing.finish()
-        self.refuse(comparing.damaged)
+        self.refuse([memory for memory in memories if memory in self.memories and not memory.verify()])
 
     def refuse(self, damaged: Sequence[MappedMemory]) -> None:
         """Raise BrokenReplyError if there is any."""
